@@ -1,0 +1,92 @@
+# `make help` lists the targets. Every torch release gets an environment folder of its own.
+
+TORCH  ?= 2.11.0
+PYTHON ?= python3
+NB     ?=
+ARGS   ?=
+
+VENV  := .venv/torch-$(TORCH)
+BIN   := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCK  := $(wildcard requirements/torch-$(TORCH).txt)
+RUN   := PATH="$(BIN):$$PATH" "$(BIN)/omni-kv"
+
+# The releases that `make lock` pins.
+LOCKED := 2.11.0 2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help report test lab notebook env lock lint format verdicts notebooks clean distclean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@echo "Usage: make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+report: env ## Run every notebook and build the report from them
+	$(RUN) run --all-in-order --out build/notebooks
+	$(RUN) report --executed build/notebooks --out build/report
+
+test: lint ## Lint, type check, tests, and the notebooks against their stored verdicts
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile tests
+	@if ls notebooks/*.ipynb >/dev/null 2>&1; then set -x; \
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile \
+	    --nbval-lax --nbval-current-env notebooks; fi
+
+lab: env ## Open the notebooks in JupyterLab
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab notebooks
+
+notebook: env ## Run one notebook: make notebook NB=02 [ARGS="-p NAME VALUE"]
+	@test -n "$(NB)" || { echo "name a notebook: make notebook NB=02" >&2; exit 2; }
+	$(RUN) run $(NB) $(ARGS) --out build/notebooks
+
+env: $(STAMP) ## Make the environment for this torch release, if need be
+
+lock: env ## Pin every dependency again, for each supported torch release
+	@for torch in $(LOCKED); do \
+	    echo "torch==$$torch" | "$(BIN)/uv" pip compile --quiet --upgrade --universal \
+	        --python-version 3.10 --no-annotate --custom-compile-command "make lock" \
+	        --extra dev --extra docs --constraint - pyproject.toml \
+	        --output-file requirements/torch-$$torch.txt || exit 1; \
+	    echo "requirements/torch-$$torch.txt"; \
+	done
+
+lint: env ## Check format, lint rules and types
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy" --cache-dir .mypy_cache/torch-$(TORCH)
+
+format: env ## Format the code and fix what ruff can fix
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+
+verdicts: env ## Record the notebooks' outcomes for this torch release
+	$(RUN) verdicts record $(NB) $(ARGS)
+
+notebooks: env ## Execute the stored notebooks in place
+	$(RUN) stored $(NB)
+
+clean: ## Remove what was built; environments stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d \
+	    -exec rm -rf {} +
+
+distclean: clean ## Remove the environments too
+	rm -rf .venv
+
+# Installing again is needed when the dependencies change, and only then: the package is editable.
+$(STAMP): pyproject.toml $(LOCK)
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	    echo "$(PYTHON) was not found: install Python 3.10 or newer, or set PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "$$($(PYTHON) --version 2>&1) is too old: install Python 3.10 or newer, or set PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make environments: install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { \
+	    echo "Python.h is missing and torch.compile needs it: install the headers (Debian: apt install python3-dev)" >&2; exit 1; }
+	@command -v "$${CXX:-g++}" >/dev/null 2>&1 || { \
+	    echo "no C++ compiler and torch.compile needs one: install g++ (Debian: apt install g++)" >&2; exit 1; }
+	@test -n "$(LOCK)" || echo "no requirements/torch-$(TORCH).txt: installing the newest of everything that goes with torch $(TORCH)"
+	@test -x "$(BIN)/python" || "$(PYTHON)" -m venv $(VENV)
+	"$(BIN)/python" -m pip install --disable-pip-version-check --progress-bar off --quiet \
+	    $(addprefix -c ,$(LOCK)) -e '.[dev,docs]' 'torch==$(TORCH)'
+	@touch $@

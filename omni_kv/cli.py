@@ -1,0 +1,195 @@
+"""The command line: run the notebooks, store them, record verdicts, build the report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from omni_kv import __version__
+
+if TYPE_CHECKING:
+    from omni_kv.notebooks import Ran
+
+# Imports stand inside the commands: `--help` waits for nothing.
+
+
+class Refusal(click.ClickException):
+    """One line on stderr; nothing was written."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    from omni_kv.parameters import Refused
+    from omni_kv.verdicts import VerdictFileError
+
+    try:
+        yield
+    except (Refused, VerdictFileError) as error:
+        raise Refusal(" ".join(str(error).split())) from error
+
+
+parameter_option = click.option(
+    "-p",
+    "--parameter",
+    "parameters",
+    nargs=2,
+    multiple=True,
+    metavar="NAME VALUE",
+    help="Set a notebook parameter; repeatable. Each notebook gets those that it has.",
+)
+notebooks_argument = click.argument("notebooks", nargs=-1, metavar="[NOTEBOOK]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="omni-kv")
+def main() -> None:
+    """What torch.compile does with a paged KV pool: run the notebooks and read what they found.
+
+    A NOTEBOOK is a number (02), a name (02_reproduce_the_crash) or a path; none is all of them.
+    """
+
+
+@main.command()
+@notebooks_argument
+@parameter_option
+@click.option("--all-in-order", is_flag=True, help="Every notebook; the same as naming none.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("build/notebooks"),
+    show_default=True,
+    help="Folder for the executed notebooks.",
+)
+@click.option("--keep-going", is_flag=True, help="Go on with the next notebook after one failed.")
+def run(
+    notebooks: tuple[str, ...],
+    parameters: tuple[tuple[str, str], ...],
+    all_in_order: bool,
+    out: Path,
+    keep_going: bool,
+) -> None:
+    """Execute notebooks with papermill, in order.
+
+    Exit code 0: all ran. 1: one failed; the last lines say which cell. 2: what was asked for cannot
+    be run; nothing was written.
+    """
+    with _one_line():
+        from omni_kv import notebooks as nb
+        from omni_kv.parameters import Refused, plan
+
+        if all_in_order and notebooks:
+            raise Refused("--all-in-order and named notebooks exclude each other")
+        jobs = plan(nb.select(notebooks), parameters)
+        _report(nb.run(jobs, out, keep_going=keep_going), of=len(jobs))
+
+
+@main.command()
+@notebooks_argument
+def stored(notebooks: tuple[str, ...]) -> None:
+    """Execute notebooks in place, so that their stored outputs are fresh.
+
+    What differs from run to run or from machine to machine (timings, paths, addresses) is left out.
+    """
+    with _one_line():
+        from omni_kv import notebooks as nb
+        from omni_kv.parameters import plan
+
+        chosen = nb.select(notebooks)
+        plan(chosen, ())
+        _report(nb.store(chosen), of=len(chosen))
+
+
+@main.group()
+def verdicts() -> None:
+    """The outcomes recorded for each torch release."""
+
+
+@verdicts.command()
+@notebooks_argument
+@parameter_option
+def record(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...]) -> None:
+    """Run notebooks and record their outcomes for the installed torch release.
+
+    Outcomes that did not change keep their entry.
+    """
+    with _one_line(), tempfile.TemporaryDirectory() as folder:
+        from omni_kv import notebooks as nb
+        from omni_kv import verdicts as v
+        from omni_kv.parameters import plan
+
+        jobs = plan(nb.select(notebooks), parameters)
+        path = v.verdict_file(v.load(v.torch_release()).torch)
+        names = [Path(name).stem for name in notebooks]
+        given = [word for pair in parameters for word in ("-p", *pair)]
+        os.environ[v.COMMAND_VARIABLE] = shlex.join(
+            ["omni-kv", "verdicts", "record", *names, *given]
+        )
+        os.environ[v.RECORD_VARIABLE] = "1"
+        try:
+            _report(nb.run(jobs, Path(folder)), of=len(jobs), show_path=False)
+        finally:
+            del os.environ[v.RECORD_VARIABLE], os.environ[v.COMMAND_VARIABLE]
+        click.echo(f"recorded in {path}")
+
+
+@verdicts.command()
+@click.argument("prefix", default="")
+def show(prefix: str) -> None:
+    """Print the recorded outcomes whose name starts with PREFIX, one column a torch release."""
+    with _one_line():
+        from omni_kv.verdicts import verdict_table
+
+        table = verdict_table(prefix)
+        click.echo(table.to_string() if len(table) else "nothing recorded")
+
+
+@main.command()
+@click.option(
+    "--executed",
+    type=click.Path(path_type=Path),
+    default=Path("build/notebooks"),
+    show_default=True,
+    help="Folder with the executed notebooks.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("build/report"),
+    show_default=True,
+    help="Folder for the report.",
+)
+def report(executed: Path, out: Path) -> None:
+    """Build the report from executed notebooks."""
+    with _one_line():
+        from omni_kv.notebooks import write_pages
+
+        index = write_pages(executed, out)
+        click.echo(f"The report is ready: open {index.resolve().as_uri()}")
+
+
+def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
+    """Say how each notebook went; exit with 1 if one failed."""
+    for ran in done:
+        where = f" -> {ran.written}" if show_path and ran.written else ""
+        state = "failed" if ran.failure else "ran"
+        click.echo(f"{ran.notebook.stem}: {state} in {ran.seconds:.1f} s{where}")
+    failures = [ran.failure for ran in done if ran.failure]
+    for failure in failures:
+        click.echo(f"FAILED {failure}", err=True)
+    if len(done) < of:
+        click.echo(f"{of - len(done)} not run", err=True)
+    if failures:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
