@@ -87,6 +87,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	    echo "no C++ compiler and torch.compile needs one: install g++ (Debian: apt install g++)" >&2; exit 1; }
 	@test -n "$(LOCK)" || echo "no requirements/torch-$(TORCH).txt: installing the newest of everything that goes with torch $(TORCH)"
 	@test -x "$(BIN)/python" || "$(PYTHON)" -m venv $(VENV)
-	"$(BIN)/python" -m pip install --disable-pip-version-check --progress-bar off --quiet \
+	@echo "installing torch $(TORCH) and what the notebooks need into $(VENV); a GPU build of torch takes minutes"
+	"$(BIN)/python" -m pip install --disable-pip-version-check -qq \
 	    $(addprefix -c ,$(LOCK)) -e '.[dev,docs]' 'torch==$(TORCH)'
 	@touch $@

@@ -209,7 +209,8 @@ def _this_interpreter() -> type:
     class ThisInterpreter(AsyncKernelManager):
         @property
         def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(resource_dir=RESOURCES, **get_kernel_dict())
+            quiet = ["--log-level=ERROR"]  # its warnings would tear the progress bar
+            return KernelSpec(resource_dir=RESOURCES, **get_kernel_dict(quiet))
 
     return ThisInterpreter
 
@@ -221,7 +222,7 @@ def _failing_cell(executed: Path) -> str:
     cells = nbformat.read(executed, as_version=4).cells
     cells = [cell for cell in cells if not INSERTED & set(cell.metadata.get("tags", []))]
     states = [cell.metadata.get("papermill", {}) for cell in cells]
-    begun = [i for i, state in enumerate(states) if state.get("status", "pending") != "pending"]
+    begun = [i for i, state in enumerate(states) if state.get("start_time")]
     raised = [i for i, state in enumerate(states) if state.get("exception")]
     at = max(raised or begun, default=-1)
     if at < 0:

@@ -22,11 +22,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pydantic
 from pydantic_core import to_jsonable_python
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 
@@ -186,6 +188,8 @@ def verdict_table(prefix: str = "") -> pd.DataFrame:
         One row for each name, set of parameters and part of the outcome; an empty cell where a
         release has no such record.
     """
+    import pandas as pd
+
     files = (data_dir() / "verdicts").glob("torch-*.json")
     releases = sorted((f.stem.removeprefix("torch-") for f in files), key=_by_number)
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -208,16 +212,16 @@ def _as_recorded(name: str) -> str:
 
 
 def _jsonable(value: object) -> dict[str, Any]:
-    plain = to_jsonable_python(value, inf_nan_mode="strings", fallback=_scalar)
+    plain = to_jsonable_python(value, fallback=_scalar)
     if not isinstance(plain, dict):
         raise TypeError(f"an outcome is a mapping, a model or a dataclass, not {type(value)}")
-    return json.loads(json.dumps(plain, allow_nan=False))
+    return json.loads(json.dumps(plain), parse_constant=str)  # NaN becomes "NaN", and equals itself
 
 
 def _scalar(value: Any) -> Any:
-    """A 0-d array's or tensor's number; dtypes, devices and shapes as text."""
+    """A 0-d array's or tensor's number; dtypes and devices as text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return to_jsonable_python(value.item(), inf_nan_mode="strings")
+        return value.item()
     if type(value).__module__.split(".")[0] == "torch" and not hasattr(value, "ndim"):
         return str(value)
     raise TypeError(f"a verdict cannot hold {type(value)}; give the number or text that counts")
