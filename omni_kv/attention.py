@@ -17,6 +17,8 @@ from omni_kv.geometry import Geometry
 
 #: flash-attn 2 takes pages whose size is a multiple of this (its block-table kernels).
 FLASH_ATTN_PAGE = 256
+#: Compute capability of the chips that FlashAttention 3 is written for.
+HOPPER = (9, 0)
 
 
 class BackendError(ValueError):
@@ -172,6 +174,44 @@ def _flash_attn(
     return out
 
 
+def _flash_attn_3(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    block_table: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """FlashAttention 3 for Hopper: follows a block table of any page size; faster without one."""
+    from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
+
+    out: torch.Tensor
+    if block_table is None:
+        length = int(seq_lens)
+        out = flash_attn_func(
+            query[None],
+            key_pool[None, :length],
+            value_pool[None, :length],
+            softmax_scale=softmax_scale,
+        )
+        return out[0]
+    by_page = (-1, block_size, *key_pool.shape[1:])
+    out = flash_attn_with_kvcache(
+        query,
+        key_pool.view(by_page),
+        value_pool.view(by_page),
+        cache_seqlens=seq_lens.to(query.device, non_blocking=True),
+        page_table=block_table,
+        cu_seqlens_q=query_start_loc.to(query.device, non_blocking=True),
+        max_seqlen_q=int(query_start_loc.diff().max()),
+        softmax_scale=softmax_scale,
+        num_splits=1,
+    )
+    return out
+
+
 @functools.lru_cache(maxsize=4)
 def _pages_in_order(num_blocks: int, device: torch.device) -> torch.Tensor:
     return torch.arange(num_blocks, dtype=torch.int32, device=device).unsqueeze(0)
@@ -180,6 +220,7 @@ def _pages_in_order(num_blocks: int, device: torch.device) -> torch.Tensor:
 #: The attention functions by name.
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
     "flash-attn": _flash_attn,
+    "flash-attn-3": _flash_attn_3,
     "sdpa": _sdpa,
     "reference": _reference,
 }
@@ -188,8 +229,9 @@ BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
 def choose_backend(name: str, geometry: Geometry, device: torch.device | str) -> str:
     """Return the backend to use, or say why the one asked for cannot be used.
 
-    ``auto`` takes ``sdpa``: on the H200 it was the faster of the two that every user can have
-    (see data/evidence), it takes pages of any size, and it runs everywhere.
+    ``auto`` takes ``flash-attn-3`` where it is installed and the chip is one that it is written for
+    (the fastest on the H200, see data/evidence), and else ``sdpa``, which takes pages of any size
+    and runs everywhere.
 
     Args:
         name: a name from ``BACKENDS``, or ``auto``.
@@ -202,27 +244,40 @@ def choose_backend(name: str, geometry: Geometry, device: torch.device | str) ->
     """
     device = torch.device(device)
     if name == "auto":
-        return "sdpa"
+        refusal = _refusal("flash-attn-3", geometry, device)
+        return "sdpa" if refusal else "flash-attn-3"
     if name not in BACKENDS:
         raise BackendError(
             f"unknown attention backend {name!r}; known: auto, {', '.join(BACKENDS)}"
         )
-    if name == "flash-attn":
-        where = f"attention backend 'flash-attn' for geometry {geometry.name!r}"
-        if device.type != "cuda":
-            raise BackendError(f"{where} needs a CUDA device, not {device}; take 'sdpa'")
-        if importlib.util.find_spec("flash_attn") is None:
-            raise BackendError(
-                f"{where} is not installed; pip install 'omni-kv[cuda]', or take 'sdpa'"
-            )
-        if geometry.torch_dtype not in (torch.float16, torch.bfloat16):
-            raise BackendError(
-                f"{where} takes float16 and bfloat16, not {geometry.dtype}; take 'sdpa'"
-            )
-        if geometry.block_size % FLASH_ATTN_PAGE:
-            raise BackendError(
-                f"{where} takes pages of a multiple of {FLASH_ATTN_PAGE} slots, not "
-                f"block_size={geometry.block_size}; set block_size={FLASH_ATTN_PAGE}, "
-                "or take 'sdpa'"
-            )
+    refusal = _refusal(name, geometry, device)
+    if refusal:
+        where = f"attention backend {name!r} for geometry {geometry.name!r}"
+        raise BackendError(f"{where} {refusal}, or take 'sdpa'")
     return name
+
+
+def _refusal(name: str, geometry: Geometry, device: torch.device) -> str | None:
+    """Why a flash-attn backend cannot be used, and what would help; None if it can."""
+    if name not in ("flash-attn", "flash-attn-3"):
+        return None
+    module, package = (
+        ("flash_attn", "'omni-kv[cuda]'")
+        if name == "flash-attn"
+        else ("flash_attn_interface", "a build of FlashAttention 3, such as tokenspeed-fa3")
+    )
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device}; move the model there"
+    if name == "flash-attn-3" and torch.cuda.get_device_capability(device) != HOPPER:
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        return f"needs a chip of compute capability 9.0, not {capability}; take 'flash-attn'"
+    if importlib.util.find_spec(module) is None:
+        return f"is not installed; pip install {package}"
+    if geometry.torch_dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {geometry.dtype}; change the dtype"
+    if name == "flash-attn" and geometry.block_size % FLASH_ATTN_PAGE:
+        return (
+            f"takes pages of a multiple of {FLASH_ATTN_PAGE} slots, not "
+            f"block_size={geometry.block_size}; set block_size={FLASH_ATTN_PAGE}"
+        )
+    return None
