@@ -9,7 +9,7 @@ for measuring what the compiler does, not for making films. Inference only.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of the current tokens: cosine and sine, ``(num_tokens, 1, head_dim / 2)``."""
+    """Rotary embedding of the current tokens, each part ``(num_tokens, 1, head_dim / 2)``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -198,7 +198,7 @@ class VideoTransformer(nn.Module):
     def text_kv(self, text: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values of the text ``(text_tokens, text_dim)``."""
         hidden = self.text_in(text)
-        return [block.text_kv(hidden) for block in self.blocks]
+        return [cast(Block, block).text_kv(hidden) for block in self.blocks]
 
     def forward(
         self,
