@@ -1,0 +1,481 @@
+"""Audit a callable: does compiling it clone, read beyond or corrupt what it mutates?
+
+``audit`` reads the findings off what the lens kept of each compilation, and has ``faithful`` run
+compiled against eager. What it says of a cause rests on the pass' own decision, what it says of an
+extent on the generated kernel's index, what it says of an outcome on a run; never on a version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from omni_kv.audit_report import Alias, Argument, AuditReport, Clone, Op, Shapes
+from omni_kv.lens import Capture, Until, capture
+from omni_kv.lens_pass import Decision, target_name
+from omni_kv.lens_records import GraphCapture, Input, overlap
+
+_FUNCTIONALISED = ("auto_functionalized", "auto_functionalized_v2")
+_TRITON = "triton_kernel_wrapper_functional"
+_VIEWS = (
+    "as_strided",
+    "slice",
+    "select",
+    "view",
+    "reshape",
+    "alias",
+    "permute",
+    "expand",
+    "detach",
+)
+
+_SEPARATE = (
+    "give each pool an allocation of its own, or pass the op the one tensor that holds them all "
+    "and slice it inside the op"
+)
+#: What to do about a cause, where that is known.
+_ADVICE = {
+    "same storage already reinplaced": _SEPARATE,
+    "list shares storage": _SEPARATE,
+    "same tensor twice": "pass the tensor once, or two tensors if they are to differ",
+    "used later": "read what is needed before the call, or accept the copy: the old value is used",
+    "view of an input": "pass the whole input to the op and take the view inside it",
+}
+_OUTSIDE_ADVICE = "; until then do not run it compiled, the values that it reads are not its own"
+
+
+def audit(
+    fn: Callable[..., Any],
+    *args: Any,
+    run: bool = True,
+    second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
+    dynamic: bool | Literal["both"] = "both",
+    until: Until = "code",
+    **kwargs: Any,
+) -> AuditReport:
+    """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
+
+    Args:
+        fn: a function, a module, or what ``torch.compile`` made of one.
+        args: its arguments. They are neither changed nor run through compiled code in this process.
+        run: also run compiled against eager, in child processes over guarded memory (CPU tensors).
+        second: arguments of a second call, with other sizes, or a function that makes them.
+        dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
+        until: ``graph`` leaves out the generated code, and with it what a clone reads.
+        kwargs: the callable's keyword arguments.
+
+    Returns:
+        The report; a callable that cannot be audited gets one that says why, not an exception.
+    """
+    start = time.perf_counter()
+    settings = {"both": (None, True), False: (None,), True: (True,)}[dynamic]
+    shapes = []
+    for setting in settings:
+        label = "dynamic=True" if setting else "static"
+        shapes.append(_look(fn, args, kwargs, setting, until, label))
+    report = AuditReport(
+        callable=getattr(fn, "__qualname__", type(fn).__qualname__),
+        torch=torch.__version__,
+        device=_device(args, kwargs),
+        verdict="clean",
+        sentence="",
+        shapes=shapes,
+    )
+    if run and not any(s.problem for s in shapes):
+        from omni_kv.faithful import compare
+
+        arguments = second() if callable(second) else second
+        report.comparisons = compare(fn, args, kwargs, second=arguments, dynamic=settings)
+    _conclude(report)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _look(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: bool | None,
+    until: Until,
+    label: str,
+) -> Shapes:
+    try:
+        seen = capture(fn, *args, dynamic=dynamic, until=until, **kwargs)
+    except Exception as error:
+        return Shapes(label=label, problem=_plain_problem(error))
+    shapes = Shapes(
+        label=label,
+        graphs=len(seen.graphs),
+        graph_break=seen.graph_break,
+        seconds=seen.seconds,
+        ops=[op for number, graph in enumerate(seen.graphs) for op in ops_of(graph, number)],
+        aliases=[alias for graph in seen.graphs for alias in aliases_of(graph)],
+    )
+    if not any(graph.post_grad_after_decomposition for graph in seen.graphs):
+        shapes.problem = "It makes no graph: there is nothing in it to compile."
+    return shapes
+
+
+def _plain_problem(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
+    if "NVIDIA driver" in text or ("CUDA" in text and not torch.cuda.is_available()):
+        return f"It needs a GPU, and there is none here: {first}"
+    if isinstance(error, TypeError) and "argument" in text:
+        return f"It cannot be called with these arguments: {first}"
+    return f"It does not compile: {_cause_line(text)}"
+
+
+def _cause_line(text: str) -> str:
+    """The line of a compiler error that says what is wrong, without the advice around it."""
+    for line in text.splitlines():
+        if "Explanation:" in line:
+            return line.split("Explanation:", 1)[1].strip()
+    return text.splitlines()[0]
+
+
+def ops_of(graph: GraphCapture, number: int = 0) -> list[Op]:
+    """Every call of a mutable op in a graph, with what became of each mutated argument."""
+    before, after = graph.post_grad_before_reinplace, graph.post_grad_after_decomposition
+    if before is None or after is None:
+        return []
+    ops = []
+    wrapped: set[str] = set()
+    seen: dict[Any, int] = {}
+    for node in before.nodes:
+        kind = target_name(node.target) if node.op == "call_function" else ""
+        if kind in _FUNCTIONALISED:
+            overload = node.args[0]
+            calls = after.find_nodes(op="call_function", target=overload)
+            call = calls[seen.get(overload, 0)] if len(calls) > seen.get(overload, 0) else None
+            seen[overload] = seen.get(overload, 0) + 1
+            arguments = _wrapped_arguments(graph, node, call, kind)
+            ops.append(Op(name=target_name(overload), kind=kind, graph=number, arguments=arguments))
+            wrapped.add(node.name)
+        elif kind == _TRITON:
+            ops.append(_triton_op(graph, node, after, number))
+            wrapped.add(node.name)
+    return ops + _aten_ops(graph, before, wrapped, number)
+
+
+def _wrapped_arguments(
+    graph: GraphCapture, node: fx.Node, call: fx.Node | None, kind: str
+) -> list[Argument]:
+    """The mutated arguments of an auto_functionalized node, by the names of the op's schema."""
+    overload: Any = node.args[0]
+    decisions = {d.argument: d for d in graph.decisions if d.node == node.name}
+    arguments = []
+    for parameter in overload._schema.arguments:
+        if parameter.alias_info is None or not parameter.alias_info.is_write:
+            continue
+        name = parameter.name
+        passed = _argument_of(call, overload, name)
+        if kind == "auto_functionalized":
+            keys: list[Any] = [name]
+            labels, tensors = [name], [passed]
+        elif f"_{name}_length" in node.kwargs:
+            length: Any = node.kwargs[f"_{name}_length"] or 0
+            keys = [node.kwargs[f"_{name}_{i}_base_index"] for i in range(length)]
+            labels = [f"{name}[{i}]" for i in range(length)]
+            tensors = list(passed) if isinstance(passed, (list, tuple)) else [None] * length
+        else:
+            keys = [node.kwargs.get(f"_{name}_base_index")]
+            labels, tensors = [name], [passed]
+        for key, label, tensor in zip(keys, labels, tensors, strict=True):
+            if key is not None and key in decisions:
+                arguments.append(_argument(graph, label, decisions[key], call, tensor))
+    return arguments
+
+
+def _argument_of(call: fx.Node | None, overload: Any, name: str) -> Any:
+    if call is None:
+        return None
+    if name in call.kwargs:
+        return call.kwargs[name]
+    position = [a.name for a in overload._schema.arguments].index(name)
+    return call.args[position] if position < len(call.args) else None
+
+
+def _argument(
+    graph: GraphCapture, label: str, decision: Decision, call: fx.Node | None, passed: Any
+) -> Argument:
+    source = graph.input_of(decision.tensors[0]) if decision.tensors else None
+    merged = [i.name for i in graph.inputs if i.merged and i.aot in decision.tensors]
+    name = source.name if source is not None else " + ".join(merged) or None
+    tensor = passed if isinstance(passed, fx.Node) else None
+    argument = Argument(
+        name=label,
+        input=name,
+        outcome="reinplaced" if decision.reinplaced else "cloned",
+        cause=decision.cause,
+        why=_why(graph, decision),
+        decided_at=str(decision.place) if decision.place is not None else None,
+    )
+    if not decision.reinplaced:
+        argument.clone = _clone(graph, tensor, source)
+        argument.advice = _ADVICE.get(decision.cause)
+        if argument.clone is not None and argument.clone.reads_outside:
+            argument.advice = (argument.advice or "do not compile it") + _OUTSIDE_ADVICE
+    _compare_view(graph, argument, call, tensor)
+    if argument.wrong_view and argument.advice is None:
+        argument.advice = _SEPARATE + "; compile with static shapes until then"
+    return argument
+
+
+def _why(graph: GraphCapture, decision: Decision) -> str:
+    """Put the decision of the pass in words, with the caller's names for the tensors."""
+
+    def named(node: str) -> str:
+        tensor = graph.input_of(node)
+        return tensor.name if tensor is not None else node
+
+    detail = [named(name) for name in decision.detail]
+    own = ", ".join(named(name) for name in decision.tensors)
+    if decision.cause == "same storage already reinplaced":
+        inputs = [graph.input_of(n) for n in (*decision.tensors, *decision.detail)]
+        known = [i for i in inputs if i is not None]
+        lie = overlap(known) if len(known) == len(inputs) else None
+        fact = {True: ", and they overlap", False: ", although they do not overlap", None: ""}[lie]
+        return (
+            f"{own} lies in the same storage as {', '.join(detail)}, which was reinplaced first; "
+            f"the pass does not try a second argument of one storage{fact}."
+        )
+    sentences = {
+        "reinplaced": "No one needs the old value after the op.",
+        "same tensor twice": f"{own} is passed twice, and was reinplaced the first time.",
+        "list shares storage": f"The list {own} has elements in one storage; none is reinplaced.",
+        "no copy-back": (
+            f"Nothing copies the new value back into the graph input {own}, so the input itself "
+            "must keep the old one."
+        ),
+        "view of an input": f"{own} is a view of the graph input {', '.join(detail)}.",
+        "no storage": f"{own} has no storage that the pass knows.",
+    }
+    if decision.cause == "used later" and len(detail) == 2:
+        return f"The old value is used after the op, by {detail[0]} (through {detail[1]})."
+    return sentences.get(decision.cause, "The pass refused; the lens did not see why.")
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Follow views back to the node that holds the memory."""
+    while node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
+        name = target_name(node.target).split(".")
+        if name[0] != "aten" or name[1] not in _VIEWS:
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) -> Clone | None:
+    """Find the clone behind the tensor that the op is handed, and the kernel that makes it."""
+    if passed is None:
+        return None
+    node = _root(passed)
+    if target_name(node.target) != "aten.clone.default":
+        return None
+    value = node.meta["val"]
+    elements = graph.number(value.numel())
+    clone = Clone(
+        elements=elements,
+        bytes=elements * value.element_size(),
+        bytes_per_element=value.element_size(),
+    )
+    if source is not None:
+        clone.argument_elements = source.span
+        clone.storage_first = -source.offset
+        clone.storage_last = source.storage - source.offset - 1
+    made = [k for k in graph.kernels if node.name in k.origins and len(k.reads) == 1]
+    if source is not None and made and made[0].reads[0].buffer == source.aot:
+        read = made[0].reads[0]
+        clone.first, clone.last, clone.index = read.first, read.last, read.index
+        clone.kernel = kernel_lines(graph.generated_code or "", read.buffer, made[0].writes)
+    return clone
+
+
+def kernel_lines(code: str, reads: str, writes: str) -> list[str]:
+    """Lines of generated code that call a kernel on two buffers, and load from the first of them.
+
+    Args:
+        code: what Inductor generated for one graph.
+        reads: name of the buffer that the kernel reads.
+        writes: name of the buffer that it fills.
+    """
+    import re
+
+    lines = code.splitlines()
+    for line in lines:
+        call = re.match(r"\s*((?:cpp|triton)_\w+?)(?:\.run)?\((.*)\)\s*$", line)
+        names = [part.strip() for part in call[2].split(",")] if call is not None else []
+        if call is None or reads not in names or writes not in names:
+            continue
+        start = next((i for i, text in enumerate(lines) if text.startswith(f"{call[1]} = ")), None)
+        pointer = rf"\bin_ptr{names.index(reads)}\s*[\[+]|\bin_ptr{names.index(reads)} \+"
+        loads = []
+        for text in lines[start or 0 :]:
+            if text.startswith("''', ") or text.startswith("''')"):
+                break
+            if re.search(pointer, text):
+                loads.append(text.strip())
+        return [line.strip(), *loads]
+    return []
+
+
+def _compare_view(
+    graph: GraphCapture, argument: Argument, call: fx.Node | None, tensor: fx.Node | None
+) -> None:
+    """Hold the view that the generated code hands the op against the one in the graph."""
+    after = graph.post_grad_after_decomposition
+    if call is None or tensor is None or after is None or not graph.passed_views:
+        return
+    handed = [
+        n
+        for n in pytree.tree_leaves((call.args, call.kwargs))
+        if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    order = list(after.find_nodes(op="call_function", target=call.target)).index(call)
+    views = [v for v in graph.passed_views if v.op == target_name(call.target)]
+    views = [v for v in views if v.order == order]
+    if len(views) != len(handed) or tensor not in handed:
+        return
+    view = views[handed.index(tensor)]
+    root = _root(tensor)
+    kernels = [k for k in graph.kernels if k.writes == view.buffer and root.name in k.origins]
+    if root.name != view.buffer and not kernels:
+        return  # the code hands over a buffer that the graph does not name
+    start = graph.number(tensor.meta["val"].storage_offset())
+    base = graph.number(root.meta["val"].storage_offset())
+    argument.graph_offset, argument.passed_offset = start - base, view.offset
+
+
+def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int) -> Op:
+    """A user-defined Triton kernel: its mutated tensors are those that the pass was asked about."""
+    tensors: Any = node.kwargs["kwargs"]
+    calls = [n for n in after.nodes if target_name(n.target) == "triton_kernel_wrapper_mutation"]
+    same = [n for n in calls if n.kwargs["kernel_idx"] == node.kwargs["kernel_idx"]]
+    arguments = []
+    for decision in graph.decisions:
+        if decision.node == node.name:
+            passed = same[0].kwargs["kwargs"].get(decision.argument) if same else None  # type: ignore[union-attr]
+            label = str(decision.argument)
+            arguments.append(_argument(graph, label, decision, None, passed))
+    name = f"Triton kernel {node.kwargs['kernel_idx']}({', '.join(tensors)})"
+    return Op(name=name, kind=_TRITON, graph=number, arguments=arguments)
+
+
+def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: int) -> list[Op]:
+    """ATen ops that mutate an input: what the epilogue's ``copy_`` stores into a placeholder."""
+    ops = []
+    for node in before.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[0], node.args[1]
+        if target.op != "placeholder" or not isinstance(value, fx.Node):
+            continue
+        made = _root(value)
+        if made.target is not None and target_name(made.target) == "getitem":
+            made = made.args[0]  # type: ignore[assignment]
+        if made.name in wrapped:
+            continue
+        source = graph.input_of(target.name)
+        decision = next((d for d in graph.decisions if d.node == made.name), None)
+        argument = Argument(
+            name=source.name if source is not None else target.name,
+            input=source.name if source is not None else None,
+            outcome="written back",
+            cause="computed anew",
+            why="The new value is computed and stored into the input; the input is not copied.",
+        )
+        if decision is not None:
+            argument.outcome = "reinplaced" if decision.reinplaced else "cloned"
+            argument.cause, argument.why = decision.cause, _why(graph, decision)
+            argument.decided_at = str(decision.place)
+            if not decision.reinplaced:
+                value_of = target.meta["val"]
+                elements = graph.number(value_of.numel())
+                size = value_of.element_size()
+                argument.clone = Clone(
+                    elements=elements, bytes=elements * size, bytes_per_element=size
+                )
+                argument.advice = _ADVICE.get(decision.cause)
+        ops.append(
+            Op(name=target_name(made.target), kind="ATen", graph=number, arguments=[argument])
+        )
+    return ops
+
+
+def aliases_of(graph: GraphCapture) -> list[Alias]:
+    """The groups of inputs that share a storage."""
+    groups: dict[int, list[Input]] = {}
+    for tensor in graph.inputs:
+        groups.setdefault(tensor.storage_id, []).append(tensor)
+    return [
+        Alias(
+            inputs=[i.name for i in group],
+            overlap=overlap(group),
+            merged=all(i.merged for i in group),
+        )
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def _conclude(report: AuditReport) -> None:
+    """Gather the findings, and say the verdict in one sentence."""
+    for shapes in report.shapes:
+        for op in shapes.ops:
+            for a in op.arguments:
+                where = f"{shapes.label}: {op.name}, {a.name}"
+                if a.outcome == "cloned":
+                    size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
+                    report.findings.append(f"{where} is cloned{size} ({a.cause})")
+                if a.clone is not None and a.clone.reads_outside:
+                    outside = (a.clone.outside_before or 0) + (a.clone.outside_after or 0)
+                    report.findings.append(
+                        f"{where}: the clone reads {outside:,} elements outside the storage"
+                    )
+                if a.wrong_view:
+                    report.findings.append(
+                        f"{where}: the generated code hands the op a view that begins at element "
+                        f"{a.passed_offset:,} instead of {a.graph_offset:,}"
+                    )
+    for comparison in report.comparisons:
+        if comparison.result in ("differs", "crashed"):
+            report.findings.append(f"{comparison.label}: compiled {comparison.result}")
+    problem = next((s.problem for s in report.shapes if s.problem), None)
+    unknown = next((c for c in report.comparisons if c.result in ("raised", "timed out")), None)
+    broken = next((s.graph_break for s in report.shapes if s.graph_break), None)
+    mutated = sum(len(op.arguments) for s in report.shapes for op in s.ops)
+    if report.findings:
+        report.verdict = "findings"
+        count = len(report.findings)
+        report.sentence = f"{count} finding{'s' * (count != 1)}."
+    elif problem:
+        report.verdict, report.sentence = "could not run", problem
+    elif broken:
+        report.verdict = "could not run"
+        report.sentence = f"It breaks the graph, and what follows was not looked at: {broken}"
+    elif unknown is not None:
+        report.verdict = "could not run"
+        report.sentence = f"Compiled and eager could not be compared: {unknown.how}"
+    elif not mutated:
+        report.sentence = "It mutates nothing: there is nothing to clone."
+    else:
+        report.sentence = "Every mutated argument is written in place."
+        if any(
+            a.outcome == "written back" for s in report.shapes for o in s.ops for a in o.arguments
+        ):
+            report.sentence = "No mutated argument is cloned."
+    agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
+    if agree and report.verdict != "could not run":
+        report.sentence += " Compiled and eager agree."
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return ", ".join(sorted({t.device.type for t in tensors})) or "cpu"
+
+
+__all__ = ["Capture", "audit", "kernel_lines", "ops_of"]
