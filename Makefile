@@ -23,6 +23,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 report: env ## Run every notebook and build the report from them
+	@rm -rf build/notebooks build/report
 	$(RUN) run --all-in-order --out build/notebooks
 	$(RUN) report --executed build/notebooks --out build/report
 
@@ -37,7 +38,7 @@ lab: env ## Open the notebooks in JupyterLab
 
 notebook: env ## Run one notebook: make notebook NB=02 [ARGS="-p NAME VALUE"]
 	@test -n "$(NB)" || { echo "name a notebook: make notebook NB=02" >&2; exit 2; }
-	$(RUN) run $(NB) $(ARGS) --out build/notebooks
+	$(RUN) run $(NB) $(ARGS) --out build/single
 
 env: $(STAMP) ## Make the environment for this torch release, if need be
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
 import shlex
 import tempfile
@@ -170,10 +172,13 @@ def show(prefix: str) -> None:
 def report(executed: Path, out: Path) -> None:
     """Build the report from executed notebooks."""
     with _one_line():
-        from omni_kv.notebooks import write_pages
+        from omni_kv import notebooks as nb
 
-        index = write_pages(executed, out)
-        click.echo(f"The report is ready: open {index.resolve().as_uri()}")
+        build = nb.write_pages
+        if importlib.util.find_spec("omni_kv.report"):
+            build = importlib.import_module("omni_kv.report").build_report
+        index = build(executed, out)
+        click.echo(f"The report is ready: open {(index or out).resolve().as_uri()}")
 
 
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
