@@ -9,6 +9,26 @@ import torch
 from omni_kv.attention import attend
 
 
+def write_slots(pool: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows into their slots of a pool.
+
+    Args:
+        pool: ``(num_slots, num_kv_heads, head_dim)``; mutated.
+        slot_mapping: ``(num_tokens,)`` int64, the slot of each row.
+        rows: ``(num_tokens, num_kv_heads, head_dim)``.
+    """
+    # index_copy_ moves one element a thread. With 16 bytes an element it takes a third of the time.
+    if _in_sixteen_bytes(pool) and _in_sixteen_bytes(rows):
+        pool, rows = pool.view(torch.complex128), rows.view(torch.complex128)
+    pool.index_copy_(0, slot_mapping, rows)
+
+
+def _in_sixteen_bytes(x: torch.Tensor) -> bool:
+    """Whether a tensor is made of aligned runs of 16 bytes."""
+    steps = [n * x.element_size() for n in (x.shape[-1], *x.stride()[:-1])]
+    return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *steps))
+
+
 @torch.library.custom_op(
     "omni_kv::ar_diffusion_paged_write_attn", mutates_args=("key_pool", "value_pool")
 )
@@ -48,8 +68,8 @@ def ar_diffusion_paged_write_attn(
     Returns:
         ``(num_tokens, num_heads, head_dim)``, contiguous.
     """
-    key_pool.index_copy_(0, slot_mapping, key)
-    value_pool.index_copy_(0, slot_mapping, value)
+    write_slots(key_pool, slot_mapping, key)
+    write_slots(value_pool, slot_mapping, value)
     return attend(
         backend,
         query,

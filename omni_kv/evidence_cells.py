@@ -1,0 +1,192 @@
+"""The parts that records are made of: what was asked for in one run, and what came out of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+
+class Strict(pydantic.BaseModel):
+    """Base of all records: no unknown fields, no changes, no NaN in place of a number."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CrashCase(Strict):
+    """One compiled layer to be run in a process of its own.
+
+    Attributes:
+        layout: how K and V lie in memory.
+        size: ``exact`` is the preset's pool; ``small`` has 40 tokens a frame, ``page`` has 4;
+            ``1.5x`` and ``4x`` have that many times the frames.
+        compiled: False runs it eagerly.
+        dynamic: what ``torch.compile(dynamic=...)`` gets.
+        allocator: value of ``PYTORCH_CUDA_ALLOC_CONF``; empty is torch's default.
+        launch_blocking: whether ``CUDA_LAUNCH_BLOCKING=1`` is set.
+        neighbour: whether a tensor filled with 7 is allocated just after the pools.
+        before: what happens before the pools are allocated: nothing; 4 GiB are allocated and freed;
+            the weights are loaded as float32 and converted; the same and then ``empty_cache()``.
+        static_address: whether ``mark_static_address`` is called on the pools.
+        one_config: whether Inductor is kept from trying several configurations of a kernel.
+        leave_free_gib: how much device memory is left free, by allocating the rest; None for all.
+        cache: the compile cache: a fresh one, or the one left by the run of that name.
+        probe: whether the clone's size is allocated and freed first, so that the allocator's
+            segments can be read as the clone will find them.
+    """
+
+    layout: Literal["shared", "separate"] = "shared"
+    size: Literal["exact", "small", "page", "1.5x", "4x"] = "exact"
+    compiled: bool = True
+    dynamic: bool | None = None
+    allocator: str = ""
+    launch_blocking: bool = False
+    neighbour: bool = False
+    before: Literal["nothing", "4 GiB freed", "float32 load", "float32 load, empty_cache"] = (
+        "nothing"
+    )
+    static_address: bool = False
+    one_config: bool = False
+    leave_free_gib: float | None = None
+    cache: str = "fresh"
+    probe: bool = False
+
+
+CrashOutcome = Literal[
+    "right", "V corrupted", "illegal memory access", "raised", "killed", "timed out"
+]
+
+
+class CrashRun(Strict):
+    """How a ``CrashCase`` ended.
+
+    Attributes:
+        name: unique within the record.
+        case: what was run.
+        outcome: ``right`` if every row of V is as after the eager layer.
+        error: first line of the exception, or the signal.
+        frames: the stack behind the exception, outermost first; files by package-relative path.
+        pool_numel: elements of K, or of V.
+        clones: per buffer of the generated code that is as large as V or larger: its size.
+        configs: how many configurations of each Triton kernel were timed against each other.
+        rows: rows of V.
+        rows_wrong: rows of V that differ from the eager layer's; None if the run did not end.
+        rows_neighbour: rows of V that hold the neighbour's value.
+        released_bytes: what ``empty_cache()`` gave back.
+        free_bytes: free device memory before the compiled call.
+        overread_bytes: bytes behind V that a clone of K's plus V's elements, counted from V's
+            pointer, would read.
+        mapped_bytes: bytes behind V without a gap, by the allocator's segments.
+        predicted: from the two, before the run.
+        seconds: wall-clock time of the child.
+    """
+
+    kind: Literal["crash"] = "crash"
+    name: str
+    case: CrashCase
+    outcome: CrashOutcome
+    error: str | None = None
+    frames: list[str] = []
+    pool_numel: int
+    clones: list[str] = []
+    configs: dict[str, int] = {}
+    rows: int | None = None
+    rows_wrong: int | None = None
+    rows_neighbour: int | None = None
+    released_bytes: int | None = None
+    free_bytes: int | None = None
+    overread_bytes: int | None = None
+    mapped_bytes: int | None = None
+    predicted: Literal["illegal memory access", "V corrupted", "right"] | None = None
+    seconds: float
+
+
+class SanitizerRun(Strict):
+    """What compute-sanitizer's memcheck said of the first bad access."""
+
+    kind: Literal["sanitizer"] = "sanitizer"
+    name: str
+    verdict: str
+    kernel: str
+    access_bytes: int
+    address: int
+    distance_bytes: int
+    allocation_address: int
+    allocation_bytes: int
+    pool_numel: int
+    value_pool_end: int
+    errors: int
+
+
+class Timing(Strict):
+    """Seconds of repeated runs of one thing, and the work that it does.
+
+    Attributes:
+        name: unique within the record.
+        seconds: one entry a run, warm-up left out.
+        flop: floating-point operations of one run, if they are what it spends its time on.
+        nbytes: bytes that one run has to read and write.
+        note: what was changed or what is special.
+        predicted_ms: what was expected of the change before it was measured, in milliseconds.
+    """
+
+    kind: Literal["timing"] = "timing"
+    name: str
+    seconds: list[float] = pydantic.Field(min_length=1)
+    flop: float | None = None
+    nbytes: float | None = None
+    note: str = ""
+    predicted_ms: float | None = None
+
+
+class Kernel(Strict):
+    """A kernel in a profile."""
+
+    name: str
+    count: int
+    microseconds: float
+
+
+class Profile(Strict):
+    """The device time of one step, by kernel."""
+
+    kind: Literal["profile"] = "profile"
+    name: str
+    kernels: list[Kernel]
+
+
+class Agreement(Strict):
+    """How far one output is from another: ``norm(a - b) / norm(b)``."""
+
+    kind: Literal["agreement"] = "agreement"
+    name: str
+    relative_error: float | Literal["nan"]
+
+
+class ChunkSample(Strict):
+    """One chunk of a rollout.
+
+    Attributes:
+        index: its number, from 0.
+        visible_tokens: keys that its queries attended to.
+        seconds: wall-clock time.
+        differs: relative difference of its latents from those of the eager rollout, if compared.
+    """
+
+    index: int
+    visible_tokens: int
+    seconds: float
+    differs: float | Literal["nan"] | None = None
+
+
+class RolloutRun(Strict):
+    """One rollout from its first chunk on."""
+
+    kind: Literal["rollout"] = "rollout"
+    name: str
+    backend: str
+    mode: Literal["eager", "compiled"]
+    layout: Literal["shared", "separate"]
+    repeat: int
+    chunks: list[ChunkSample] = pydantic.Field(min_length=1)
+    peak_bytes: int
