@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -25,10 +24,11 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audit_report import Comparison, Difference, Run
+from omni_kv.audit_report import Comparison, Difference, Result, Run
 from omni_kv.guarded import map_region
 from omni_kv.isolation import Outcome, run_all, run_isolated
 from omni_kv.lens import fresh_frame, original
+from omni_kv.lens_records import input_name, parameter_names
 
 Memory = Literal["filled on both sides", "unmapped behind", "unmapped in front"]
 
@@ -43,78 +43,117 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 @dataclass
-class _Call:
-    """What one fork saw: the call's tensors afterwards, by name, and the outputs."""
+class Job:
+    """A series of calls of one compiled callable.
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    Attributes:
+        fn: the callable; it and the arguments travel by cloudpickle.
+        series: the arguments of each call, in order, on the CPU.
+        labels: for each call, what to call its comparison; None compiles for it and goes on.
+        kwargs: keyword arguments of every call.
+        dynamic: as in ``torch.compile``.
+        grad: whether autograd records; the caller's mode if not given.
+    """
+
+    fn: Callable[..., Any]
+    series: list[tuple[Any, ...]]
+    labels: list[str | None]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    dynamic: bool | None = None
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+
+    def untested(self, result: Result, how: str) -> list[Comparison]:
+        """The comparisons of this job if none of them could be made."""
+        return [Comparison(label=label, result=result, how=how) for label in self.labels if label]
 
 
-def compare(
+def jobs_for(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
     *,
     second: Sequence[Any] | None = None,
     dynamic: Sequence[bool | None] = (None, True),
-    workers: int = 2,
-    timeout: float = 300.0,
-) -> list[Comparison]:
-    """Run ``fn`` compiled and eager on equal inputs, and say where they disagree.
+) -> list[Job]:
+    """The jobs that look at one callable: static, ``dynamic=True``, and a call of other sizes.
 
     Args:
-        fn: the callable; it and its arguments must be picklable by cloudpickle.
-        args: its arguments, on the CPU.
+        fn: the callable.
+        args: its arguments.
         kwargs: its keyword arguments.
-        second: arguments of a second call of the same compiled callable, with other sizes; it is
-            compared as ``second call`` (compiled with the default ``dynamic=None``).
-        dynamic: what to pass as ``dynamic=``, one comparison each.
-        workers: child processes at a time.
-        timeout: seconds for each child.
+        second: arguments of a second call of what was compiled with the default ``dynamic=None``.
+        dynamic: what to pass as ``dynamic=``.
     """
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    labels = ["dynamic=True" if setting else "static" for setting in dynamic]
-    jobs = [([tuple(args)], setting) for setting in dynamic]
-    if second is not None:
-        labels.append("second call")
-        jobs.append(([tuple(args), tuple(second)], None))
-    if any(t.device.type != "cpu" for t in tensors):
-        how = "guarded memory is CPU memory, and the arguments are not on the CPU"
-        return [Comparison(label=label, result="not run", how=how) for label in labels]
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-    calls = []
-    folders = [Path(tempfile.mkdtemp(prefix="omni-kv-compare-")) for _ in jobs]
-    try:
-        for (series, setting), folder in zip(jobs, folders, strict=True):
-            child = (original(fn), series, kwargs or {}, setting, modes, str(folder))
-            calls.append(partial(run_isolated, _child, *child, timeout=timeout, env=_CHILD_ENV))
-        outcomes = run_all(calls, workers)
-        return [
-            _comparison(label, outcome) for label, outcome in zip(labels, outcomes, strict=True)
-        ]
-    finally:
-        import shutil
+    jobs = []
+    if None in dynamic or second is not None:
+        calls: list[tuple[Any, ...]] = [tuple(args)]
+        labels: list[str | None] = ["static" if None in dynamic else None]
+        if second is not None:
+            calls.append(tuple(second))
+            labels.append("second call")
+        jobs.append(Job(original(fn), calls, labels, kwargs or {}))
+    if True in dynamic:
+        jobs.append(Job(original(fn), [tuple(args)], ["dynamic=True"], kwargs or {}, True))
+    return jobs
 
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+
+def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> list[Comparison]:
+    """Run every job compiled and eager on equal inputs, and say where they disagree.
+
+    Args:
+        jobs: what to run; they are dealt out to the child processes in turn.
+        workers: child processes.
+        timeout: seconds for each child.
+
+    Returns:
+        One comparison a label, in the order of jobs and labels.
+    """
+    found: dict[int, list[Comparison]] = {}
+    hands: list[list[int]] = [[] for _ in range(max(1, min(workers, len(jobs))))]
+    for number, job in enumerate(jobs):
+        tensors = [t for t in pytree.tree_leaves(job.series) if isinstance(t, torch.Tensor)]
+        if any(t.device.type != "cpu" for t in tensors):
+            how = "guarded memory is CPU memory, and the arguments are not on the CPU"
+            found[number] = job.untested("not run", how)
+        else:
+            hands[number % len(hands)].append(number)
+    hands = [hand for hand in hands if hand]
+    with tempfile.TemporaryDirectory(prefix="omni-kv-compare-") as folder:
+        calls = [
+            partial(run_isolated, _child, [jobs[n] for n in hand], f"{folder}/{hand[0]}",
+                    timeout=timeout, env=_CHILD_ENV)
+            for hand in hands
+        ]  # fmt: skip
+        for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
+            for place, number in enumerate(hand):
+                if outcome.value is not None:
+                    found[number] = outcome.value[place]
+                else:
+                    found[number] = jobs[number].untested(*_why_no_outcome(outcome))
+    return [comparison for number in sorted(found) for comparison in found[number]]
 
 
 #: One thread, since a process with an OpenMP pool must not fork.
 _CHILD_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _comparison(label: str, outcome: Outcome[list[Run]]) -> Comparison:
+def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:
     if outcome.status == "timed out":
-        return Comparison(label=label, result="timed out", how="the child ran out of time")
+        return "timed out", "the child process ran out of time"
     if outcome.status == "killed":
-        how = f"the child was killed by {outcome.signal} before it ran compiled code"
-        return Comparison(label=label, result="raised", how=how)
-    if outcome.value is None:
-        return Comparison(label=label, result="raised", how=_first_line(outcome.error or ""))
-    runs = outcome.value
-    order = ("crashed", "differs", "raised", "timed out")
-    worst = next((r for r in order if any(run.result == r for run in runs)), "same")
-    how = next((run.how for run in runs if run.result == worst and run.how), "")
-    return Comparison(label=label, result=worst, how=how, runs=runs)  # type: ignore[arg-type]
+        return "raised", f"the child process was killed by {outcome.signal} while compiling"
+    return "raised", _first_line(outcome.error or "")
+
+
+def cause_line(error: BaseException) -> str:
+    """The line of an error that says what is wrong, without the compiler's advice around it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    for number, line in enumerate(lines):
+        if "Explanation:" in line:
+            return line.split("Explanation:", 1)[1].strip()
+        if line.startswith("backend=") and number + 1 < len(lines):
+            return lines[number + 1]
+    return lines[0]
 
 
 def _first_line(text: str) -> str:
@@ -131,25 +170,26 @@ class _Hold(BaseException):
 class _Backend:
     """Inductor, with a hand on the compiled function: held at first, then run in laid memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.parameters = parameter_names(fn)
         self.memory: Memory | None = None
-        self.inputs: dict[int, torch.Tensor] = {}
+        self.inputs: dict[str, torch.Tensor] = {}
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        nodes = gm.graph.find_nodes(op="placeholder")
+        names = [input_name(node, self.parameters) for node in nodes]
         compiled: Any = compile_fx(gm, example_inputs)
 
         def call(*inputs: Any) -> Any:
             if self.memory is None:
-                for value in inputs:
-                    if isinstance(value, torch.Tensor):
-                        self.inputs[id(value)] = value
+                tensors = zip(names, inputs, strict=True)
+                self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
                 raise _Hold
             laid, write_back = lay(inputs, self.memory)
-            results = compiled(*laid)
-            # What aliases an input must go back to the caller's memory with it.
-            results = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, results)
+            # A result may lie in the laid memory; a copy of it is enough to compare.
+            results = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, compiled(*laid))
             write_back()
             return results
 
@@ -201,46 +241,88 @@ def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], 
     return laid, write_back
 
 
-def _child(
-    fn: Callable[..., Any],
-    series: list[tuple[Any, ...]],
-    kwargs: dict[str, Any],
-    dynamic: bool | None,
-    modes: tuple[bool, bool],
-    folder: str,
-) -> list[Run]:
-    """Compile for every call of the series, then run the last of them, eager and compiled."""
+def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
+    """Do the jobs in turn; one that fails leaves the others alone."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
     torch.set_num_threads(1)
-    grad, inference = modes
-    backend = _Backend()
-    compiled = torch.compile(fresh_frame(fn), backend=backend, dynamic=dynamic)
-    with torch.set_grad_enabled(grad), torch.inference_mode(inference):
-        for arguments in series:
+    os.mkdir(folder)
+    # Compiling the headers once pays from the fourth kernel or so.
+    inductor_config.cpp_cache_precompile_headers = len(jobs) > 3
+    # Jobs must not find each other's graphs: the caches' keys do not see how inputs share storage.
+    no_graph_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    no_aot_cache = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    done = []
+    for job in jobs:
+        try:
+            with (
+                inductor_config.patch(no_graph_cache),
+                functorch_config.patch(no_aot_cache),
+                torch.set_grad_enabled(job.grad),
+            ):
+                done.append(_do(job, folder))
+        except Exception as error:
+            traceback.print_exc()
+            done.append(job.untested("raised", cause_line(error)))
+    return done
+
+
+def _do(job: Job, folder: str) -> list[Comparison]:
+    """Compile for each call of the series, and compare those that have a label."""
+    backend = _Backend(job.fn)
+    compiled = torch.compile(fresh_frame(job.fn), backend=backend, dynamic=job.dynamic)
+    comparisons: list[Comparison] = []
+    for args, label in zip(job.series, job.labels, strict=True):
+        backend.memory = None
+        backend.inputs.clear()
+        try:
             with contextlib.suppress(_Hold):
-                compiled(*arguments, **kwargs)
-        arguments = series[-1]
-        named = _named_tensors(fn, arguments, kwargs, backend)
+                compiled(*args, **job.kwargs)
+        except Exception as error:
+            how = f"it does not compile: {cause_line(error)}"
+            return comparisons + [
+                Comparison(label=left, result="raised", how=how)
+                for left in job.labels[len(comparisons) :]
+                if left
+            ]
+        if label is None:
+            continue
+        named = {**backend.inputs, **_named_tensors(job, args)}
         before = {name: tensor.detach().clone() for name, tensor in named.items()}
-        status, expected = _fork(partial(_call, fn, arguments, kwargs, named), folder, "eager")
+
+        def call(
+            fn: Callable[..., Any],
+            args: tuple[Any, ...] = args,
+            named: dict[str, torch.Tensor] = named,
+            before: dict[str, torch.Tensor] = before,
+        ) -> dict[str, torch.Tensor]:
+            return _changed(fn(*args, **job.kwargs), named, before)
+
+        status, expected = _fork(partial(call, job.fn), folder)
         if expected is None:
             raise RuntimeError(f"the eager call itself did not return: {status}")
         runs = []
         for memory in MEMORIES:
             backend.memory = memory
-            status, got = _fork(partial(_call, compiled, arguments, kwargs, named), folder, memory)
+            status, got = _fork(partial(call, compiled), folder)
             runs.append(_judge(memory, status, before, expected, got))
-    return runs
+        comparisons.append(_comparison(label, runs))
+    return comparisons
 
 
-def _named_tensors(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: _Backend
-) -> dict[str, torch.Tensor]:
-    """Every tensor that a call may change: its arguments', its module's, and the graphs' inputs."""
-    from omni_kv.lens_records import parameter_names
+def _comparison(label: str, runs: list[Run]) -> Comparison:
+    order: tuple[Result, ...] = ("crashed", "differs", "raised")
+    worst = next((r for r in order if any(run.result == r for run in runs)), "same")
+    how = next((run.how for run in runs if run.result == worst), "")
+    return Comparison(label=label, result=worst, how=how, runs=runs)
 
+
+def _named_tensors(job: Job, args: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments and the module's buffers, by the caller's names."""
     named: dict[str, torch.Tensor] = {}
-    names = parameter_names(fn)
-    for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+    names = parameter_names(job.fn)
+    for path, leaf in pytree.tree_flatten_with_path((args, job.kwargs))[0]:
         if isinstance(leaf, torch.Tensor):
             place = getattr(path[1], "idx", None)
             if place is None:
@@ -248,77 +330,72 @@ def _named_tensors(
             else:
                 name = names[place] if place < len(names) else f"args[{place}]"
             named[name + pytree.keystr(path[2:])] = leaf
-    if isinstance(fn, torch.nn.Module):
-        named.update({f"fn.{name}": buffer for name, buffer in fn.named_buffers()})
-    known_ids = {id(tensor) for tensor in named.values()}
-    for number, (key, tensor) in enumerate(backend.inputs.items()):
-        if key not in known_ids:
-            named[f"graph input {number}"] = tensor
+    if isinstance(job.fn, torch.nn.Module):
+        named.update({f"fn.{name}": buffer for name, buffer in job.fn.named_buffers()})
     return named
 
 
-def _call(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    named: dict[str, torch.Tensor],
-) -> _Call:
-    out = fn(*args, **kwargs)
-    seen = _Call()
-    leaves = pytree.tree_flatten_with_path(out)[0]
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            seen.tensors["output" + pytree.keystr(path)] = leaf.detach().clone()
+def _changed(
+    out: Any, named: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The outputs of a call, and the named tensors that it changed."""
+    seen = {
+        "output" + pytree.keystr(path): leaf.detach().clone()
+        for path, leaf in pytree.tree_flatten_with_path(out)[0]
+        if isinstance(leaf, torch.Tensor)
+    }
     for name, tensor in named.items():
-        seen.tensors[name] = tensor.detach().clone()
+        if not torch.equal(_bits(tensor.detach()), _bits(before[name])):
+            seen[name] = tensor.detach().clone()
     return seen
 
 
-def _fork(work: Callable[[], _Call], folder: str, name: str) -> tuple[str, _Call | None]:
+def _fork(
+    work: Callable[[], dict[str, torch.Tensor]], folder: str
+) -> tuple[str, dict[str, torch.Tensor] | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
-    result = Path(folder) / name.replace(" ", "-")
+    result, note = Path(folder) / "seen", Path(folder) / "error"
+    result.unlink(missing_ok=True)
+    note.unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            torch.save(work(), result, pickle_module=pickle)
+            torch.save(work(), result)
             code = 0
         except BaseException as error:
             traceback.print_exc()
-            result.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
+            note.write_text(f"{type(error).__name__}: {error}")
         finally:
             sys.stderr.flush()
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return signal.Signals(os.WTERMSIG(status)).name, None
-    if not result.exists():
-        note = result.with_suffix(".error")
+    if status != 0:
         return _first_line(note.read_text()) if note.exists() else "it ended itself", None
-    return "", torch.load(result, weights_only=False)
+    return "", torch.load(result, weights_only=True)
 
 
 def _judge(
     memory: Memory,
     status: str,
     before: dict[str, torch.Tensor],
-    expected: _Call,
-    got: _Call | None,
+    expected: dict[str, torch.Tensor],
+    got: dict[str, torch.Tensor] | None,
 ) -> Run:
     if got is None:
         crashed = status.startswith("SIG")
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
-    differences = []
-    for name, right in expected.tensors.items():
-        seen = got.tensors.get(name)
-        if seen is None:
-            return Run(memory=memory, result="raised", how=f"{name} is missing from the result")
-        difference = difference_of(name, right, seen, before, expected)
-        if difference is not None:
-            differences.append(difference)
-    return Run(memory=memory, result="differs" if differences else "same", differences=differences)
+    after = {**before, **expected}
+    seen = {**before, **got}
+    # What neither call touched is equal, and there may be much of it.
+    touched = [name for name in after if name in expected or name in got]
+    differences = [difference_of(name, after[name], seen[name], before, after) for name in touched]
+    found = [difference for difference in differences if difference is not None]
+    return Run(memory=memory, result="differs" if found else "same", differences=found)
 
 
 def difference_of(
@@ -326,7 +403,7 @@ def difference_of(
     right: torch.Tensor,
     seen: torch.Tensor,
     before: dict[str, torch.Tensor],
-    expected: _Call,
+    expected: dict[str, torch.Tensor],
 ) -> Difference | None:
     """Where two tensors disagree beyond rounding, and whose values stand there instead.
 
@@ -353,7 +430,7 @@ def difference_of(
         pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
         origins[f"{label} the storage"] = pattern.expand(right.shape)
     origins["its own old value"] = before.get(name, right.new_empty(0))
-    for other, tensor in expected.tensors.items():
+    for other, tensor in expected.items():
         if other != name and not other.startswith("output"):
             origins[f"{other} at the same place"] = tensor
     equal_to = {}

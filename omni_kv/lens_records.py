@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
@@ -245,7 +245,7 @@ def _bind(symbolic: Any, value: Any, sizes: dict[Any, int]) -> None:
 
 def _number(expression: Any, sizes: dict[Any, int]) -> int:
     expression = getattr(getattr(expression, "node", None), "expr", expression)
-    value = expression if isinstance(expression, int) else expression.xreplace(sizes)
+    value: Any = expression if isinstance(expression, int) else expression.xreplace(sizes)
     if getattr(value, "free_symbols", None):
         raise ValueError(f"no input determines {value.free_symbols} in {expression}")
     return int(value)
