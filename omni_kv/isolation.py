@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import shutil
 import signal
@@ -60,6 +61,24 @@ class Outcome(Generic[T]):
         if self.status == "raised":
             return f"raised {self.error}"
         return self.status
+
+    def frames(self) -> list[str]:
+        """The Python frames of the child's main thread as it died, innermost first.
+
+        They are free of this machine's paths. The file that Inductor wrote has a name made of hashes; it is called "generated code".
+        """
+        frames = []
+        # faulthandler lists threads with the newest first: the last one is the main thread.
+        main = self.stderr_tail.rpartition("(most recent call first):")[2].partition("\n\n")[0]
+        for line in main.splitlines():
+            found = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', line)
+            if found:
+                path, number, function = found.groups()
+                path = re.sub(r"^.*(/site-packages/|/(?=omni_kv/))", "", path)
+                if f"{os.sep}cache{os.sep}" in path:
+                    path = "generated code"
+                frames.append(f"{path}, line {number}, in {function}")
+        return frames
 
     def unwrap(self) -> T:
         """Return the value.
@@ -183,6 +202,23 @@ def _load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
+def _share_precompiled_headers() -> None:
+    """Keep Inductor's precompiled C++ headers where all children find them.
+
+    Inductor keeps them next to its default cache, which for a child is a folder that goes away;
+    building them anew takes half of a child's time. They hold headers of torch and nothing of any
+    graph, they are named by their contents, and Inductor locks them. There is no setting for the
+    place, hence the two assignments; without these names a child is slower, and otherwise the same.
+    """
+    from torch._inductor import codecache
+
+    if hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR"):
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        headers = os.path.join(home, "omni-kv", "precompiled_headers")
+        codecache._HEADER_DIR = headers
+        codecache._HEADER_LOCK_DIR = os.path.join(headers, "locks")
+
+
 def _child(folder: Path, parent: int) -> None:
     """Run the call that lies in ``folder``: the child's side of ``run_isolated``."""
     import faulthandler
@@ -195,11 +231,7 @@ def _child(folder: Path, parent: int) -> None:
         return
     faulthandler.enable()
     try:
-        import torch._inductor.config as inductor
-
-        # A cache directory of one's own would have the headers compiled anew each time.
-        if hasattr(inductor, "cpp_cache_precompile_headers"):
-            inductor.cpp_cache_precompile_headers = False
+        _share_precompiled_headers()
         fn, args, kwargs = _load(folder / "call")
         value = fn(*args, **kwargs)
         _dump(value, folder / "value.part")

@@ -52,6 +52,7 @@ def test_a_signal_comes_back_by_name():
     outcome = run_isolated(lambda: os.kill(os.getpid(), signal.SIGSEGV))
     assert (outcome.status, outcome.signal) == ("killed", "SIGSEGV")
     assert outcome.describe() == "killed by SIGSEGV"
+    assert outcome.frames()[0].endswith("in <lambda>")
 
 
 def test_an_exit_is_no_result():
@@ -124,6 +125,20 @@ def test_a_cache_can_be_shared_on_purpose(tmp_path):
     cache = tmp_path.parent / f"{tmp_path.name}-cache"
     got = run_isolated(lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"], cache_dir=cache)
     assert got.unwrap() == str(cache)
+
+
+def test_precompiled_headers_are_shared_and_compiled_graphs_are_not():
+    def places():
+        from torch._inductor import codecache
+        from torch._inductor.runtime.runtime_utils import cache_dir
+
+        return codecache._HEADER_DIR, cache_dir()
+
+    (headers, graphs), (same_headers, other_graphs) = (
+        run_isolated(places).unwrap() for _ in range(2)
+    )
+    assert headers == same_headers
+    assert graphs != other_graphs
 
 
 def test_no_core_file_is_written():
