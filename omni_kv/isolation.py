@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import getpass
 import os
 import re
 import resource
@@ -65,7 +66,8 @@ class Outcome(Generic[T]):
     def frames(self) -> list[str]:
         """The Python frames of the child's main thread as it died, innermost first.
 
-        They are free of this machine's paths. The file that Inductor wrote has a name made of hashes; it is called "generated code".
+        They are free of this machine's paths. The file that Inductor wrote has a name made of
+        hashes; it is called "generated code".
         """
         frames = []
         # faulthandler lists threads with the newest first: the last one is the main thread.
@@ -123,6 +125,7 @@ def run_isolated(
         _dump((fn, args, kwargs), folder / "call")
         cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
         (folder / "tmp").mkdir()
+        _share_precompiled_headers(folder / "tmp")
         child_env = {
             **os.environ,
             **CHILD_ENV,
@@ -202,21 +205,20 @@ def _load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def _share_precompiled_headers() -> None:
-    """Keep Inductor's precompiled C++ headers where all children find them.
+def _share_precompiled_headers(tmp: Path) -> None:
+    """Let Inductor find its precompiled C++ headers, which all children share.
 
-    Inductor keeps them next to its default cache, which for a child is a folder that goes away;
-    building them anew takes half of a child's time. They hold headers of torch and nothing of any
-    graph, they are named by their contents, and Inductor locks them. There is no setting for the
-    place, hence the two assignments; without these names a child is slower, and otherwise the same.
+    Inductor keeps them beside its *default* cache, in the folder for temporary files, which for a
+    child goes away with it; building them anew takes half of a child's time. They hold headers of
+    torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
+    no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
     """
-    from torch._inductor import codecache
-
-    if hasattr(codecache, "_HEADER_DIR") and hasattr(codecache, "_HEADER_LOCK_DIR"):
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        headers = os.path.join(home, "omni-kv", "precompiled_headers")
-        codecache._HEADER_DIR = headers
-        codecache._HEADER_LOCK_DIR = os.path.join(headers, "locks")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    headers = home / "omni-kv" / "precompiled_headers"
+    headers.mkdir(parents=True, exist_ok=True)
+    default_cache = tmp / f"torchinductor_{getpass.getuser()}"
+    default_cache.mkdir()
+    (default_cache / "precompiled_headers").symlink_to(headers)
 
 
 def _child(folder: Path, parent: int) -> None:
@@ -231,7 +233,6 @@ def _child(folder: Path, parent: int) -> None:
         return
     faulthandler.enable()
     try:
-        _share_precompiled_headers()
         fn, args, kwargs = _load(folder / "call")
         value = fn(*args, **kwargs)
         _dump(value, folder / "value.part")

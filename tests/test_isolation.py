@@ -132,7 +132,7 @@ def test_precompiled_headers_are_shared_and_compiled_graphs_are_not():
         from torch._inductor import codecache
         from torch._inductor.runtime.runtime_utils import cache_dir
 
-        return codecache._HEADER_DIR, cache_dir()
+        return os.path.realpath(codecache._HEADER_DIR), cache_dir()
 
     (headers, graphs), (same_headers, other_graphs) = (
         run_isolated(places).unwrap() for _ in range(2)
