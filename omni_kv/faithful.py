@@ -16,28 +16,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from omni_kv.audit_report import Comparison, Difference, Result, Run
-from omni_kv.guarded import map_region
 from omni_kv.isolation import Outcome, run_all, run_isolated
+from omni_kv.laid import BEHIND, IN_FRONT, MEMORIES, Memory, View, lay, map_leaves, pack
 from omni_kv.lens import fresh_frame, original
 from omni_kv.lens_records import input_name, parameter_names
-
-Memory = Literal["filled on both sides", "unmapped behind", "unmapped in front"]
-
-#: In this order, since the first that fails says most about where foreign values come from.
-MEMORIES: tuple[Memory, ...] = ("filled on both sides", "unmapped behind", "unmapped in front")
-
-#: Bytes that surround storages in a filled neighbourhood. As bfloat16, float16, float32 and float64
-#: both are finite and far from what a network holds; as integers they are large.
-_BEHIND, _IN_FRONT = 0x5B, 0x6A
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -53,6 +44,7 @@ class Job:
         kwargs: keyword arguments of every call.
         dynamic: as in ``torch.compile``.
         grad: whether autograd records; the caller's mode if not given.
+        buffers: the module's buffers that are views, by name; filled in for the journey.
     """
 
     fn: Callable[..., Any]
@@ -61,6 +53,31 @@ class Job:
     kwargs: dict[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     grad: bool = field(default_factory=torch.is_grad_enabled)
+    buffers: dict[str, View] = field(default_factory=dict)
+
+    def packed(self) -> Job:
+        """The job as it travels: views with their bases, which pickling would lose."""
+        buffers = {}
+        if isinstance(self.fn, torch.nn.Module):
+            packed = {name: pack(buffer) for name, buffer in self.fn.named_buffers()}
+            buffers = {name: view for name, view in packed.items() if isinstance(view, View)}
+        series, kwargs = map_leaves(pack, self.series), map_leaves(pack, self.kwargs)
+        return replace(self, series=series, kwargs=kwargs, buffers=buffers)
+
+    def unpacked(self) -> Job:
+        """The job on the other side, with every view on its base again."""
+        made: dict[int, torch.Tensor] = {}
+        if isinstance(self.fn, torch.nn.Module):
+            for path, view in self.buffers.items():
+                owner, _, name = path.rpartition(".")
+                self.fn.get_submodule(owner)._buffers[name] = view.tensor(made)
+
+        def unpack(leaf: Any) -> Any:
+            return leaf.tensor(made) if isinstance(leaf, View) else leaf
+
+        return replace(
+            self, series=map_leaves(unpack, self.series), kwargs=map_leaves(unpack, self.kwargs)
+        )
 
     def untested(self, result: Result, how: str) -> list[Comparison]:
         """The comparisons of this job if none of them could be made."""
@@ -120,7 +137,7 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     hands = [hand for hand in hands if hand]
     with tempfile.TemporaryDirectory(prefix="omni-kv-compare-") as folder:
         calls = [
-            partial(run_isolated, _child, [jobs[n] for n in hand], f"{folder}/{hand[0]}",
+            partial(run_isolated, _child, [jobs[n].packed() for n in hand], f"{folder}/{hand[0]}",
                     timeout=timeout, env=_CHILD_ENV)
             for hand in hands
         ]  # fmt: skip
@@ -196,51 +213,6 @@ class _Backend:
         return call
 
 
-def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], None]]:
-    """Copy tensors into memory whose surroundings are known, storages as they are shared.
-
-    Args:
-        values: graph inputs; what is not a CPU tensor stays as it is.
-        memory: what surrounds each storage. A filled neighbourhood is as large as the storage on
-            either side and ends at unmapped pages.
-
-    Returns:
-        The inputs over the new memory, and a function that copies every storage back.
-    """
-    regions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    laid: list[Any] = []
-    for value in values:
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
-            laid.append(value)
-            continue
-        storage = value.untyped_storage()
-        if storage._cdata not in regions:
-            source = torch.empty(0, dtype=torch.uint8).set_(storage)
-            size = source.numel()
-            if memory == "filled on both sides":
-                region = map_region((size,), torch.uint8, before=size, after=size)
-                region.before.fill_(_IN_FRONT)
-                region.after.fill_(_BEHIND)
-            else:
-                guard: Literal["after", "before"] = (
-                    "after" if memory == "unmapped behind" else "before"
-                )
-                region = map_region((size,), torch.uint8, guard=guard)
-            region.tensor.copy_(source)
-            regions[storage._cdata] = (source, region.tensor)
-        target = regions[storage._cdata][1]
-        tensor = torch.empty(0, dtype=value.dtype).set_(
-            target.untyped_storage(), value.storage_offset(), value.shape, value.stride()
-        )
-        laid.append(tensor.requires_grad_(value.requires_grad))
-
-    def write_back() -> None:
-        for source, target in regions.values():
-            source.copy_(target)
-
-    return laid, write_back
-
-
 def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
     """Do the jobs in turn; one that fails leaves the others alone."""
     import torch._functorch.config as functorch_config
@@ -261,7 +233,7 @@ def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
                 functorch_config.patch(no_aot_cache),
                 torch.set_grad_enabled(job.grad),
             ):
-                done.append(_do(job, folder))
+                done.append(_do(job.unpacked(), folder))
         except Exception as error:
             traceback.print_exc()
             done.append(job.untested("raised", cause_line(error)))
@@ -426,7 +398,7 @@ def difference_of(
     if not count:
         return None
     origins: dict[str, torch.Tensor] = {}
-    for label, byte in (("the pattern behind", _BEHIND), ("the pattern in front of", _IN_FRONT)):
+    for label, byte in (("the pattern behind", BEHIND), ("the pattern in front of", IN_FRONT)):
         pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
         origins[f"{label} the storage"] = pattern.expand(right.shape)
     origins["its own old value"] = before.get(name, right.new_empty(0))

@@ -1,0 +1,52 @@
+"""Assertions for a test suite: compiled code must not clone what it mutates, and must be right.
+
+A test that fails prints the whole audit: what was cloned, why, what the clone reads, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omni_kv.audits import audit
+
+
+def assert_no_clones(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Fail if ``torch.compile`` clones an argument that ``fn`` mutates, static or dynamic.
+
+    Takes a second or two: nothing is run.
+
+    Raises:
+        AssertionError: if anything is cloned, or if ``fn`` could not be looked at; the message is
+            the report.
+    """
+    report = audit(fn, *args, run=False, until="graph", **kwargs)
+    looked_at = all(shapes.problem is None and not shapes.graph_break for shapes in report.shapes)
+    if report.clones or not looked_at:
+        raise AssertionError(f"torch.compile clones what {report.callable} mutates\n{report}")
+
+
+def assert_compiles_faithfully(
+    fn: Callable[..., Any],
+    *args: Any,
+    second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Fail if compiled and eager disagree, in an output or in what was mutated, or if one crashes.
+
+    Compiles with static and with dynamic shapes in child processes and runs over guarded memory;
+    takes some ten seconds. A clone is no failure, as long as it reads what it should.
+
+    Args:
+        fn: the callable.
+        args: its arguments.
+        second: arguments of a second call, with other sizes, or a function that makes them.
+        kwargs: its keyword arguments.
+
+    Raises:
+        AssertionError: if they disagree, or could not be compared; the message is the report.
+    """
+    report = audit(fn, *args, second=second, **kwargs)
+    agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
+    if not agree or report.reads_outside:
+        raise AssertionError(f"compiled {report.callable} is not faithful to eager\n{report}")
