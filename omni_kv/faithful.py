@@ -75,9 +75,8 @@ class Job:
         def unpack(leaf: Any) -> Any:
             return leaf.tensor(made) if isinstance(leaf, View) else leaf
 
-        return replace(
-            self, series=map_leaves(unpack, self.series), kwargs=map_leaves(unpack, self.kwargs)
-        )
+        series, kwargs = map_leaves(unpack, self.series), map_leaves(unpack, self.kwargs)
+        return replace(self, series=series, kwargs=kwargs)
 
     def untested(self, result: Result, how: str) -> list[Comparison]:
         """The comparisons of this job if none of them could be made."""

@@ -1,8 +1,8 @@
 """Calls whose tensors are laid anew: views keep their bases, storages keep their sharing.
 
 Pickling loses which tensor a view was taken of, and AOTAutograd treats inputs with a common base
-otherwise than inputs that merely share a storage. So views travel with their bases, and whoever lays
-inputs into other memory lays the bases there too.
+otherwise than inputs that merely share a storage. So views travel with their bases, and whoever
+lays inputs into other memory lays the bases there too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEHIND, IN_FRONT = 0x5B, 0x6A
 
 @dataclass(frozen=True)
 class View:
-    """A view and its base. Whether inputs have a common base decides how AOTAutograd merges them."""
+    """A view and its base: whether inputs have a common base decides how they are merged."""
 
     key: int
     base: torch.Tensor
@@ -44,6 +44,7 @@ class View:
 
 
 def pack(leaf: Any) -> Any:
+    """A view with its base, as it can be pickled; anything else as it is."""
     base = leaf._base if isinstance(leaf, torch.Tensor) else None
     if base is None:
         return leaf
@@ -52,6 +53,7 @@ def pack(leaf: Any) -> Any:
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Change every leaf of a nest of arguments, where a packed view is one leaf."""
     return pytree.tree_map(change, tree, is_leaf=lambda leaf: isinstance(leaf, View))
 
 

@@ -1,6 +1,6 @@
 """Assertions for a test suite: compiled code must not clone what it mutates, and must be right.
 
-A test that fails prints the whole audit: what was cloned, why, what the clone reads, and what to do.
+A test that fails prints the whole audit: what was cloned, why, what the clone reads, what to do.
 """
 
 from __future__ import annotations
