@@ -108,7 +108,7 @@ class Record(Strict):
         cells: what came out.
     """
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     experiment: str
     provenance: Provenance
     parameters: dict[str, str | int | float | bool | None]

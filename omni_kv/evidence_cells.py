@@ -25,8 +25,8 @@ class CrashCase(Strict):
         allocator: value of ``PYTORCH_CUDA_ALLOC_CONF``; empty is torch's default.
         launch_blocking: whether ``CUDA_LAUNCH_BLOCKING=1`` is set.
         neighbour: whether a tensor filled with 7 is allocated just after the pools.
-        before: what happens before the pools are allocated: nothing; 4 GiB are allocated and freed;
-            the weights are loaded as float32 and converted; the same and then ``empty_cache()``.
+        before: what happens first: nothing; 4 GiB are allocated and freed; weights are loaded as
+            float32 and converted; the same and then ``empty_cache()``.
         static_address: whether ``mark_static_address`` is called on the pools.
         one_config: whether Inductor is kept from trying several configurations of a kernel.
         leave_free_gib: how much device memory is left free, by allocating the rest; None for all.
@@ -127,7 +127,7 @@ class Timing(Strict):
         flop: floating-point operations of one run, if they are what it spends its time on.
         nbytes: bytes that one run has to read and write.
         note: what was changed or what is special.
-        predicted_ms: what was expected of the change before it was measured, in milliseconds.
+        predicted_ms: what the change was expected to add to a step, in milliseconds.
     """
 
     kind: Literal["timing"] = "timing"

@@ -1,0 +1,379 @@
+"""Run one compiled layer over a pool layout in a child process, and say how it ended.
+
+A crash poisons its own CUDA context and nothing else, so every case gets a process, and a compile
+cache, of its own. ``crash_run`` is what to call; ``_in_child`` may bring its process down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from omni_kv.evidence_cells import CrashCase, CrashRun, SanitizerRun
+from omni_kv.geometry import Geometry
+from omni_kv.isolation import run_isolated
+from omni_kv.model import VideoTransformer, make_model, rope_3d
+from omni_kv.pools import Pools, make_pools
+from omni_kv.rollout import random_latents, random_text, window_of_chunk
+
+#: What a neighbour is filled with; no row of V is made of it.
+NEIGHBOUR = 7.0
+_GIB = 2**30
+
+#: A mapped stretch of device memory: first address, bytes.
+Segment = tuple[int, int]
+
+
+def sized(geometry: Geometry, size: str) -> Geometry:
+    """One layer of a geometry, with the pool that ``CrashCase.size`` asks for."""
+    patch = geometry.patch
+    changes: dict[str, int] = {
+        "exact": {},
+        "small": {"latent_height": 5 * patch, "latent_width": 8 * patch},
+        "page": {"latent_height": 2 * patch, "latent_width": 2 * patch},
+        "1.5x": {"pool_frames": geometry.pool_frames * 3 // 2 + 1},
+        "4x": {"pool_frames": geometry.pool_frames * 4},
+    }[size]
+    return geometry.replace(num_layers=1, **changes)
+
+
+def mapped_behind(segments: Iterable[Segment], address: int) -> int:
+    """How many bytes from ``address`` on are mapped without a gap.
+
+    Args:
+        segments: what is mapped, in any order.
+        address: where to start.
+    """
+    end = address
+    for start, size in sorted(segments):
+        if start <= end < start + size:
+            end = start + size
+    return end - address
+
+
+def predict(
+    layout: str, overread_bytes: int, mapped_bytes: int
+) -> Literal["illegal memory access", "V corrupted", "right"]:
+    """What the compiled layer will do, from the layout and the map of the memory alone.
+
+    The clone of V starts at V's pointer and is as long as V's storage offset plus V. With separate
+    allocations the offset is zero; else it reads as many bytes behind V as K has.
+    """
+    if layout == "separate" or overread_bytes == 0:
+        return "right"
+    return "V corrupted" if mapped_bytes >= overread_bytes else "illegal memory access"
+
+
+def crash_run(
+    name: str,
+    case: CrashCase,
+    geometry: Geometry,
+    device: str,
+    cache_dir: Path | None = None,
+    timeout: float = 240.0,
+) -> CrashRun:
+    """Run a case in a child process.
+
+    Args:
+        name: what to call it in the record.
+        case: what to run.
+        geometry: the preset; one layer of it is run.
+        device: ``cuda`` or ``cpu``.
+        cache_dir: compile cache to use and keep; a fresh one by default.
+        timeout: seconds until the child is killed.
+    """
+    env = {"PYTORCH_CUDA_ALLOC_CONF": case.allocator} if case.allocator else {}
+    if case.launch_blocking:
+        env["CUDA_LAUNCH_BLOCKING"] = "1"
+    outcome = run_isolated(
+        _in_child, case, geometry, device, timeout=timeout, env=env, cache_dir=cache_dir
+    )
+    found: dict[str, Any] = {"outcome": outcome.status, "error": outcome.describe()}
+    if outcome.status == "returned":
+        found = outcome.unwrap()
+    found["seconds"] = round(outcome.seconds, 2)
+    found.setdefault("pool_numel", sized(geometry, case.size).pool_numel)
+    return CrashRun(name=name, case=case, **found)
+
+
+def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any]:
+    """Run the case here; the fields of its ``CrashRun``, as far as they are known."""
+    torch.set_grad_enabled(False)
+    g = sized(geometry, case.size)
+    found: dict[str, Any] = {"pool_numel": g.pool_numel}
+    with torch.device(device):
+        found["released_bytes"], loaded = _before(case.before, g)
+        # Weights before pools, as an inference engine does it.
+        model = make_model(g, backend="sdpa", device=device)
+        pools = make_pools(g, case.layout, device=device)
+        neighbour = None
+        if case.neighbour:
+            neighbour = torch.full((2 * g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype)
+        ballast = _ballast(case.leave_free_gib)
+    step = OneLayerStep(model, pools, device)
+    for pool in (pools.keys[0], pools.values[0]):
+        pool.normal_()
+    if case.static_address:
+        for view in (pools.key_slots(0), pools.value_slots(0)):
+            torch._dynamo.mark_static_address(view)
+    # The eager layer writes the same rows: what the pools hold now is what they must hold after.
+    # It also has the allocator take what the step needs, before its segments are read.
+    step.run()
+    expected = pools.values[0].to("cpu", copy=True)
+    _look_ahead(case, g, pools, device, found)
+    configs = _watch_autotuner()
+    try:
+        if case.compiled:
+            step.model.compile_layers(dynamic=case.dynamic)
+            if case.one_config:
+                torch._inductor.config.triton.autotune_pointwise = False
+        step.run()
+        _synchronize(device)
+    except Exception as error:
+        illegal = "illegal memory access" in str(error)
+        found["outcome"] = "illegal memory access" if illegal else "raised"
+        found["error"] = _short(f"{type(error).__name__}: {error}".splitlines()[0])
+        found["frames"] = _frames(error)
+    else:
+        wrong, foreign = _rows(pools.values[0], expected)
+        found |= {"rows": g.num_slots, "rows_wrong": wrong, "rows_neighbour": foreign}
+        found["outcome"] = "V corrupted" if wrong else "right"
+    found["configs"] = dict(configs)
+    found["clones"] = _large_buffers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), g.pool_numel)
+    del loaded, neighbour, ballast
+    return found
+
+
+class OneLayerStep:
+    """One pass of a one-layer model over its first chunk, with the same inputs each time."""
+
+    def __init__(self, model: VideoTransformer, pools: Pools, device: str) -> None:
+        g = model.geometry
+        self.model = model
+        self.inputs = (
+            random_latents(g, 1, device),
+            torch.full((), 500.0, device=device),
+            model.text_kv(random_text(g, 0, device)),
+            rope_3d(g, 0, device),
+            pools,
+            window_of_chunk(g, 0, device=device),
+        )
+
+    def run(self) -> torch.Tensor:
+        """The predicted velocity, like the latents."""
+        out: torch.Tensor = self.model(*self.inputs)
+        return out
+
+
+def _before(what: str, geometry: Geometry) -> tuple[int | None, list[torch.Tensor]]:
+    """Leave cached blocks behind, as ``CrashCase.before`` says.
+
+    Returns:
+        Bytes that ``empty_cache()`` gave back, if it was called, and what has to be kept alive.
+    """
+    weights: list[torch.Tensor] = []
+    if what == "4 GiB freed":
+        torch.empty(4 * _GIB, dtype=torch.uint8)
+    if what.startswith("float32 load"):
+        with torch.device("meta"):
+            shapes = [p.shape for p in VideoTransformer(geometry, "sdpa").parameters()]
+        loaded = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
+        while loaded:
+            weights.append(loaded.pop().to(geometry.torch_dtype))
+    released = None
+    if what.endswith("empty_cache") and torch.cuda.is_available():
+        reserved = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        released = reserved - torch.cuda.memory_reserved()
+    return released, weights
+
+
+def _ballast(leave_free_gib: float | None) -> torch.Tensor | None:
+    if leave_free_gib is None or not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return torch.empty(max(0, free - int(leave_free_gib * _GIB)), dtype=torch.uint8)
+
+
+def _look_ahead(
+    case: CrashCase, g: Geometry, pools: Pools, device: str, found: dict[str, Any]
+) -> None:
+    """Read the allocator's segments and predict from them."""
+    if device == "cpu":
+        return
+    found["free_bytes"] = torch.cuda.mem_get_info()[0]
+    if not case.probe:
+        return
+    torch.empty(g.clone_numel, dtype=g.torch_dtype, device=device)
+    torch.cuda.synchronize()
+    segments = [(s["address"], s["total_size"]) for s in torch.cuda.memory_snapshot()]
+    value = pools.values[0]
+    overread = g.pool_nbytes if case.layout == "shared" else 0
+    mapped = mapped_behind(segments, value.data_ptr() + value.nbytes)
+    found["overread_bytes"], found["mapped_bytes"] = overread, mapped
+    found["predicted"] = predict(case.layout, overread, mapped)
+
+
+def _watch_autotuner() -> dict[str, int]:
+    """Note for each Triton kernel how many configurations are timed against each other."""
+    from torch._inductor.runtime import triton_heuristics
+
+    configs: dict[str, int] = {}
+    original = triton_heuristics.CachingAutotuner.autotune_to_one_config
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        configs[getattr(self.fn, "__name__", "kernel")] = len(self.launchers)
+        return original(self, *args, **kwargs)
+
+    triton_heuristics.CachingAutotuner.autotune_to_one_config = noted  # type: ignore[method-assign]
+    return configs
+
+
+def _rows(value: torch.Tensor, expected: torch.Tensor) -> tuple[int, int]:
+    """How many rows of V are wrong, and how many hold the neighbour's value.
+
+    The rows just written may differ by rounding between an eager and a compiled layer; a row counts
+    as wrong if it is off by more than a tenth of its norm, or is not finite.
+    """
+    wrong = foreign = 0
+    pairs = zip(value.flatten(0, 1).split(4096), expected.flatten(0, 1).split(4096), strict=True)
+    for got, want in pairs:
+        a, b = got.float().flatten(1), want.to(got.device).float().flatten(1)
+        close = (a - b).norm(dim=1) <= 0.1 * b.norm(dim=1)
+        wrong += int((~close).sum())
+        foreign += int((a == NEIGHBOUR).all(dim=1).sum())
+    return wrong, foreign
+
+
+def _large_buffers(cache: Path, numel: int) -> list[str]:
+    """The flat buffers of the generated code that are as large as V or of symbolic size."""
+    pattern = re.compile(r"empty_strided_\w+\(\(([^,()]+), \), \(1, \), torch\.(\w+)\)")
+    found = []
+    for path in sorted(cache.rglob("*.py")):
+        for size, dtype in pattern.findall(path.read_text(encoding="utf-8")):
+            if not size.isdigit() or int(size) >= numel:
+                found.append(f"{size} {dtype}")
+    return found
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The stack of an exception, outermost first, without the frames of this module."""
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        where = _short(frame.filename)
+        if not where.endswith("gpu_experiments.py"):
+            frames.append(f"{where}:{frame.lineno} {frame.name}")
+    return frames
+
+
+def _short(text: str) -> str:
+    """Text with its paths cut down to what is the same everywhere."""
+    text = re.sub(r"[^\s'\"]*/site-packages/", "", text)
+    text = re.sub(r"[^\s'\"]*/(omni_kv/\w+\.py)", r"\1", text)
+    return re.sub(
+        r"[^\s'\"]*/omni-kv-[^\s'\":]*|[^\s'\"]*/torchinductor_[^\s'\":]*", "generated code", text
+    )
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def sanitizer_run(name: str, geometry: Geometry, timeout: float = 400.0) -> SanitizerRun:
+    """Run the layer under compute-sanitizer and read its first report.
+
+    The pool has the preset's size; the chunk has few tokens, since everything runs many times
+    slower under the tool. Each tensor gets an allocation of its own, so that the "nearest
+    allocation" in the report is the pool.
+
+    Raises:
+        RuntimeError: if the tool is not there or reports nothing.
+    """
+    return run_isolated(
+        _sanitize,
+        name,
+        geometry,
+        timeout=timeout,
+        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    ).unwrap()
+
+
+def _sanitize(name: str, geometry: Geometry) -> SanitizerRun:
+    import shutil
+    import subprocess
+
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        raise RuntimeError("compute-sanitizer is not on the PATH")
+    code = f"from omni_kv.gpu_experiments import _sanitized; _sanitized({geometry.name!r})"
+    command = [tool, "--tool", "memcheck", "--print-limit", "3", sys.executable, "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return read_sanitizer(name, output)
+
+
+def _sanitized(preset_name: str) -> None:
+    from omni_kv.geometry import preset
+
+    torch.set_grad_enabled(False)
+    g = few_tokens(preset(preset_name))
+    pools = make_pools(g, "shared", device="cuda")
+    end = pools.values[0].data_ptr() + pools.values[0].nbytes
+    print(f"POOL {g.pool_numel} {end}", flush=True)
+    step = OneLayerStep(make_model(g, backend="sdpa", device="cuda"), pools, "cuda")
+    step.model.compile_layers()
+    step.run()
+    torch.cuda.synchronize()
+
+
+def few_tokens(geometry: Geometry) -> Geometry:
+    """One narrow layer with a pool of the preset's size and four tokens a frame."""
+    g = sized(geometry, "page")
+    frames = -(-geometry.num_slots // g.tokens_per_frame)
+    return g.replace(pool_frames=frames, ffn_dim=geometry.head_dim)
+
+
+def read_sanitizer(name: str, output: str) -> SanitizerRun:
+    """Read memcheck's report of the first bad access.
+
+    Args:
+        name: what to call it in the record.
+        output: what the tool printed, with the line that ``_sanitized`` prints.
+
+    Raises:
+        RuntimeError: if there is no such report.
+    """
+    plain = output.replace(",", "")
+    patterns: Sequence[str] = (
+        r"POOL (\d+) (\d+)",
+        r"(Invalid __global__ \w+) of size (\d+) bytes",
+        r"\n=+ +at (\w+)\+",
+        r"(?:Access to|Address) 0x([0-9a-f]+) is out of bounds",
+        r"is (\d+) bytes after the nearest allocation at 0x([0-9a-f]+) of size (\d+) bytes",
+        r"ERROR SUMMARY: (\d+) error",
+    )
+    matches = [re.search(pattern, plain) for pattern in patterns]
+    if None in matches:
+        missing = patterns[matches.index(None)]
+        raise RuntimeError(f"no {missing!r} in compute-sanitizer's output:\n{output[-2000:]}")
+    pool, verdict, kernel, address, nearest, errors = (m.groups() for m in matches if m)
+    return SanitizerRun(
+        name=name,
+        verdict=f"{verdict[0]} of size {verdict[1]} bytes",
+        kernel=kernel[0],
+        access_bytes=int(verdict[1]),
+        address=int(address[0], 16),
+        distance_bytes=int(nearest[0]),
+        allocation_address=int(nearest[1], 16),
+        allocation_bytes=int(nearest[2]),
+        pool_numel=int(pool[0]),
+        value_pool_end=int(pool[1]),
+        errors=int(errors[0]),
+    )
