@@ -181,6 +181,32 @@ def report(executed: Path, out: Path) -> None:
         click.echo(f"The report is ready: open {(index or out).resolve().as_uri()}")
 
 
+@main.command()
+@click.argument("case", metavar="PACKAGE.MODULE:MAKE_CASE")
+@click.option("--second", metavar="PACKAGE.MODULE:MAKE_CASE", help="Arguments of a second call.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--no-run", is_flag=True, help="Only compile: do not run compiled against eager.")
+@click.option("--grad", is_flag=True, help="Leave autograd on; it is off by default.")
+@click.pass_context
+def audit(
+    context: click.Context, case: str, second: str | None, as_json: bool, no_run: bool, grad: bool
+) -> None:
+    """Say what torch.compile does to the arguments that a callable mutates.
+
+    MAKE_CASE is a function that returns the callable and its arguments.
+
+    Exit code 0: clean. 1: findings. 2: it could not be audited.
+    """
+    from omni_kv.audit_command import EXIT_CODES, NoCase, audit_case
+
+    try:
+        report = audit_case(case, second, run=not no_run, grad=grad)
+    except NoCase as error:
+        raise Refusal(" ".join(str(error).split())) from error
+    click.echo(report.model_dump_json(indent=2) if as_json else str(report))
+    context.exit(EXIT_CODES[report.verdict])
+
+
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
     """Say how each notebook went; exit with 1 if one failed."""
     for ran in done:
