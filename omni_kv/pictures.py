@@ -40,9 +40,7 @@ def svg(fig: Figure) -> str:
     """The figure as SVG, without a date, its alternative text as the picture's title."""
     buffer = io.StringIO()
     title = alt_text(fig) or None
-    fig.savefig(
-        buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title}
-    )
+    fig.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
     return buffer.getvalue()
 
 
@@ -65,7 +63,8 @@ def use_in_notebooks() -> None:
         return
     from matplotlib_inline.config import InlineBackend
 
-    InlineBackend.instance(parent=shell).figure_formats = {"svg"}
+    # None of the formats that it would register itself: those win over a bundle.
+    InlineBackend.instance(parent=shell).figure_formats = set()
 
     def bundle(fig: Figure, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"image/svg+xml": svg(fig), "text/plain": alt_text(fig)}
