@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -163,6 +164,33 @@ def run_isolated(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def run_forked(fn: Callable[[], T]) -> Outcome[T]:
+    """Call ``fn()`` in a fork of this process, so that what was compiled here need not be again.
+
+    Only for use inside a child of ``run_isolated``, which bounds its time, and only where torch
+    runs on one thread (``torch.set_num_threads(1)``): a fork takes no other threads along.
+
+    Args:
+        fn: a function without arguments; its result must be picklable.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="omni-kv-fork-"))
+    start = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _keep_result(fn, folder)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    try:
+        code = os.waitstatus_to_exitcode(status)
+        return _outcome(folder, code, False, time.monotonic() - start, "")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list[Outcome[T]]:
     """Run several isolated calls side by side and return their outcomes in order.
 
@@ -224,7 +252,6 @@ def _share_precompiled_headers(tmp: Path) -> None:
 def _child(folder: Path, parent: int) -> None:
     """Run the call that lies in ``folder``: the child's side of ``run_isolated``."""
     import faulthandler
-    import traceback
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pr_set_pdeathsig = 1
@@ -232,10 +259,14 @@ def _child(folder: Path, parent: int) -> None:
     if os.getppid() != parent:  # the parent died before it could take this child along
         return
     faulthandler.enable()
+    fn, args, kwargs = _load(folder / "call")
+    _keep_result(lambda: fn(*args, **kwargs), folder)
+
+
+def _keep_result(fn: Callable[[], Any], folder: Path) -> None:
+    """Leave the result of ``fn()`` in the folder, or what it raised."""
     try:
-        fn, args, kwargs = _load(folder / "call")
-        value = fn(*args, **kwargs)
-        _dump(value, folder / "value.part")
+        _dump(fn(), folder / "value.part")
         (folder / "value.part").rename(folder / "value")
     except BaseException as error:
         traceback.print_exc()
