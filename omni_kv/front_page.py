@@ -1,0 +1,166 @@
+"""The site's front page, as Markdown: the outcome, the statements, and where each comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from omni_kv import outcomes, verdicts
+from omni_kv.report_pages import Run
+
+HAPPENED = """\
+A team compiled a video model with `torch.compile`. It crashed with an illegal memory access. Their
+pull request, *Allocate K and V separately so the compiled path stops cloning the pool*, traced it
+to the KV pool. A custom op writes to `key_pool` and `value_pool`; the two were halves of one
+allocation; and the compiler cloned the pool in every layer and every step. With two allocations it
+ran. The pull request stops there. *Why* is the clone made, why does copying memory crash, and what
+happens where it does not crash? This report runs the same layer again, opens the compiler at each
+stage, and holds every statement against a measurement."""
+
+
+def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
+    """The front page.
+
+    Args:
+        runs: the executed notebooks, in order.
+        pages: names of the prose pages.
+    """
+    parts = [
+        "# torch.compile and a paged KV pool",
+        HAPPENED,
+        _picture(),
+        "## The outcome",
+        _list(outcomes.outcome_lines()),
+        "How to read the figure, and what to do about it: {doc}`in_short`.",
+        "## The notebooks",
+        _notebooks(runs),
+        *_ledger(),
+        "## What ran, and what is on record",
+        _origins(runs),
+        _toctree("Start", [page for page in ("in_short",) if page in pages]),
+        _toctree("Notebooks", [f"notebooks/{run.stem}" for run in runs]),
+        _toctree("Reference", [page for page in pages if page not in ("in_short", "index")]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _picture() -> str:
+    from omni_kv.pictures import alt_text
+    from omni_kv.site_figures import what_the_clone_reads
+
+    alt = alt_text(what_the_clone_reads())
+    return f"```{{image}} pictures/what-the-clone-reads.svg\n:alt: {alt}\n:width: 100%\n```"
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1)) or (
+        "Nothing is recorded yet."
+    )
+
+
+def _notebooks(runs: Sequence[Run]) -> str:
+    rows = [
+        (f"[{run.title}](notebooks/{run.stem}.ipynb)", run.question or "", run.time.split(";")[0])
+        for run in runs
+    ]
+    return _table(("notebook", "its question", "time"), rows)
+
+
+def _ledger() -> list[str]:
+    """The statements and their verdicts, once ``omni_kv.claims`` is there."""
+    if not importlib.util.find_spec("omni_kv.claims"):
+        return []
+    from omni_kv import claims
+
+    parts = [
+        "## The statements, one by one",
+        "Every statement of the pull request and of this investigation, what came of it, and the "
+        "experiment that tests it.",
+    ]
+    known: list[Any] = list(claims.load())
+    for source in dict.fromkeys(claim.source for claim in known):
+        chosen = [claim for claim in known if claim.source == source]
+        count = {
+            v: sum(c.verdict == v for c in chosen) for v in dict.fromkeys(c.verdict for c in chosen)
+        }
+        parts.append(f"### From {'the pull request' if source == 'pull request' else source}")
+        parts.append(f"{', '.join(f'{n} {verdict}' for verdict, n in count.items())}.")
+        rows = [(c.statement, f"**{c.verdict}**", c.said, _where(c)) for c in chosen]
+        parts.append(_table(("statement", "verdict", "what we found", "experiment"), rows))
+    return parts
+
+
+def _where(claim: Any) -> str:
+    named = [claim.experiment] if isinstance(claim.experiment, str) else claim.experiment
+    return ", ".join(f"`{name}`" for name in named)
+
+
+def _origins(runs: Sequence[Run]) -> str:
+    """What ran on this machine for this report, and what was recorded elsewhere."""
+    from omni_kv import evidence
+
+    rows = []
+    for run in runs:
+        outcome = f"{len(run.as_recorded)} outcomes as recorded"
+        outcome += f", {len(run.no_record)} without a record" if run.no_record else ""
+        outcome += f", **{len(run.changed)} not as recorded**" if run.changed else ""
+        outcome += ", **a cell failed**" if run.failed else ""
+        rows.append(
+            (
+                f"[{run.title}](notebooks/{run.stem}.ipynb)",
+                "live, for this report",
+                f"{run.device}, torch {verdicts.torch_release()}",
+                run.date,
+                outcome,
+            )
+        )
+    for release in outcomes.releases():
+        entries = verdicts.load(release).verdicts
+        for device, date in sorted({(e.recorded.device, e.recorded.date) for e in entries}):
+            count = sum((e.recorded.device, e.recorded.date) == (device, date) for e in entries)
+            rows.append(
+                (
+                    f"`data/verdicts/torch-{release}.json`",
+                    "recorded",
+                    f"{device}, torch {release}",
+                    date,
+                    f"{count} outcomes",
+                )
+            )
+    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
+        record = evidence.read(path)
+        where = record.provenance
+        rows.append(
+            (
+                f"`{path.relative_to(evidence.data_dir().parent)}`",
+                "recorded",
+                f"{where.device}, torch {where.torch}",
+                where.date,
+                f"{len(record.cells)} measurements",
+            )
+        )
+    lines = [
+        f"Built from revision `{verdicts._revision()}` with torch {verdicts.torch_release()} and "
+        f"Python {platform.python_version()}.",
+        _table(("what", "how", "where", "when", "outcome"), rows),
+    ]
+    return "\n\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _toctree(caption: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"

@@ -1,0 +1,96 @@
+"""The investigation's outcome in a few lines, each computed from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omni_kv import verdicts
+
+#: What is asked of notebook 02's records, in the order in which the story goes.
+QUESTIONS = (
+    ("02.shared, guard after", "K and V as halves of one allocation, an unmapped page behind it"),
+    ("02.shared, neighbour", "The same, with mapped memory behind it"),
+    ("02.shared, neighbour, dynamic shapes", "The same, compiled with dynamic shapes"),
+)
+
+ORIGINS = {"neighbour": "memory from outside the pool", "keys": "K", "other": "something else"}
+
+
+def releases() -> list[str]:
+    """The torch releases with recorded outcomes, oldest first."""
+    files = (verdicts.data_dir() / "verdicts").glob("torch-*.json")
+    found = [file.stem.removeprefix("torch-") for file in files]
+    return sorted(found, key=lambda r: [int(n) if n.isdigit() else -1 for n in r.split(".")])
+
+
+def recorded(release: str, prefix: str, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """A release's recorded outcomes by name, for names that start with ``prefix``."""
+    return {
+        entry.name: entry.outcome
+        for entry in verdicts.load(release).verdicts
+        if entry.name.startswith(prefix) and entry.parameters.get("device", device) == device
+    }
+
+
+def in_words(outcome: Mapping[str, Any]) -> str:
+    """How one layer ended, as notebook 02 records it."""
+    if outcome["ended"] != "returned":
+        return str(outcome["ended"])
+    if set(outcome.get("their values", {})):
+        (origin, _), *more = outcome["their values"].items()
+        whose = "other values" if more else ORIGINS[origin]
+        return f"nothing raised, and {outcome['value rows wrong']} slots of V hold {whose}"
+    right = outcome["output"] == "agrees with eager" and outcome["key rows wrong"].startswith("0 ")
+    return "right" if right else str(outcome["output"])
+
+
+def outcome_lines() -> list[str]:
+    """What became of a compiled layer, one Markdown line a question, all releases in each."""
+    lines = []
+    for name, question in QUESTIONS:
+        found = {r: recorded(r, name).get(name) for r in releases()}
+        told = [f"torch {r}: {in_words(o)}" for r, o in found.items() if o is not None]
+        if told:
+            lines.append(f"**{question}.** {_sentence(told)}")
+    separate = [o for r in releases() for o in recorded(r, "02.separate").values()]
+    if separate:
+        right = sum(in_words(outcome) == "right" for outcome in separate)
+        every = "all" if right == len(separate) else f"{right} of"
+        lines.append(
+            f"**K and V as two tensors, all of the above.** {every.capitalize()} {len(separate)} "
+            f"recorded runs right, on torch {' and '.join(releases())}."
+        )
+    return lines + gpu_lines()
+
+
+def gpu_lines() -> list[str]:
+    """What was recorded on a GPU at the pull request's sizes, one line for each device."""
+    from omni_kv import evidence
+    from omni_kv.evidence_cells import CrashRun
+
+    lines = []
+    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
+        record = evidence.read(path)
+        runs = [run for run in record.of(CrashRun).values() if run.case.compiled]
+        shared = [run.outcome for run in runs if run.case.layout == "shared"]
+        exact = [
+            run
+            for run in runs
+            if run.case.layout == "shared" and run.case.size == "exact" and not run.case.allocator
+        ]
+        if not exact:
+            continue
+        crashed = shared.count("illegal memory access")
+        corrupted = shared.count("V corrupted")
+        lines.append(
+            f"**On a GPU, at full size** ({record.provenance.label}). Of {len(shared)} compiled "
+            f"runs over shared halves {crashed} ended with an illegal memory access and "
+            f"{corrupted} with a corrupted V."
+        )
+        break
+    return lines
+
+
+def _sentence(parts: list[str]) -> str:
+    return "; ".join(parts) + "."

@@ -1,0 +1,159 @@
+"""What the site needs of Sphinx beyond its own: folded answers, alternative texts, glossary links.
+
+Notebooks stay plain Markdown that way, and read well in JupyterLab too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
+
+#: Text inside these is left alone: code, headings, links, and what a cell printed.
+UNLINKED = (
+    nodes.literal,
+    nodes.literal_block,
+    nodes.reference,
+    nodes.title,
+    nodes.rubric,
+    nodes.raw,
+    nodes.term,
+    addnodes.pending_xref,
+    addnodes.download_reference,
+)
+
+
+class AlternativeTexts(SphinxTransform):
+    """Give each picture of a notebook the text that it carries as its title."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: Any) -> None:
+        """Read the titles, and warn of a picture that has no text."""
+        for image in self.document.findall(nodes.image):
+            if not image.get("alt", "").strip():
+                image["alt"] = self._title(image["uri"])
+            if not image["alt"]:
+                logger.warning("a picture without alternative text", location=image)
+
+    def _title(self, uri: str) -> str:
+        here = Path(self.env.doc2path(self.env.docname)).parent
+        path = Path(self.env.srcdir, uri[1:]) if uri.startswith("/") else here / uri
+        if path.suffix != ".svg" or not path.is_file():
+            return ""
+        root = ElementTree.parse(path).getroot()
+        return root.findtext("{http://www.w3.org/2000/svg}title", "").strip()
+
+
+class GlossaryLinks(SphinxPostTransform):
+    """Link the first mention of each glossary term in a section to its entry."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **kwargs: Any) -> None:
+        """Replace mentions with references, section by section."""
+        terms = self.env.domaindata["std"].get("terms", {})
+        homes = {docname for docname, _ in terms.values()}
+        if not terms or (self.env.docname in homes and len(homes) == 1):
+            return
+        longest_first = sorted(terms, key=len, reverse=True)
+        pattern = re.compile(
+            rf"(?<![\w/.-])({'|'.join(map(re.escape, longest_first))})(?:s)?(?![\w/(-])",
+            re.IGNORECASE,
+        )
+        seen: set[tuple[int, str]] = set()
+        for text in list(self.document.findall(nodes.Text)):
+            if not _is_prose(text):
+                continue
+            pieces = list(_linked(text.astext(), pattern, id(_section(text)), seen))
+            if len(pieces) > 1:
+                text.parent.replace(text, pieces)
+
+
+def _linked(
+    text: str, pattern: re.Pattern[str], section: int, seen: set[tuple[int, str]]
+) -> Iterator[nodes.Node]:
+    end = 0
+    for match in pattern.finditer(text):
+        term = match[1].lower()
+        if (section, term) in seen:
+            continue
+        seen.add((section, term))
+        yield nodes.Text(text[end : match.start()])
+        link = addnodes.pending_xref(
+            "", refdomain="std", reftype="term", reftarget=term, refexplicit=True, refwarn=True
+        )
+        link += nodes.inline("", match[0], classes=["glossary-link"])
+        yield link
+        end = match.end()
+    yield nodes.Text(text[end:])
+
+
+def _is_prose(text: nodes.Text) -> bool:
+    node: nodes.Node | None = text.parent
+    inside_paragraph = False
+    while node is not None:
+        if isinstance(node, UNLINKED):
+            return False
+        classes = node.get("classes", []) if isinstance(node, nodes.Element) else []
+        if "cell_output" in classes or "no-glossary" in classes:
+            return False
+        inside_paragraph = inside_paragraph or isinstance(node, nodes.paragraph)
+        node = node.parent
+    return inside_paragraph
+
+
+def _section(node: nodes.Node) -> nodes.Node | None:
+    while node is not None and not isinstance(node, nodes.section):
+        node = node.parent
+    return node
+
+
+class Fold(nodes.General, nodes.Element):
+    """A box that opens when its summary is clicked, without JavaScript."""
+
+
+def _open_fold(self: Any, node: Fold) -> None:
+    # Nothing can be clicked on paper: there it stands open.
+    state = " open" if self.builder.name == "singlehtml" else ""
+    self.body.append(f'<details class="fold"{state}><summary>{node["summary"]}</summary>\n')
+
+
+def _close_fold(self: Any, node: Fold) -> None:
+    self.body.append("</details>\n")
+
+
+class FoldedAnswers(SphinxTransform):
+    """Turn admonitions of the class ``dropdown`` into folds."""
+
+    default_priority = 800
+
+    def apply(self, **kwargs: Any) -> None:
+        """Replace each; its title becomes what is clicked."""
+        for box in list(self.document.findall(nodes.admonition)):
+            title = box.next_node(nodes.title)
+            if "dropdown" not in box["classes"] or title is None:
+                continue
+            box.remove(title)
+            box.replace_self(Fold("", *box.children, summary=escape(title.astext())))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register all of it with Sphinx."""
+    app.add_node(Fold, html=(_open_fold, _close_fold))
+    app.add_transform(AlternativeTexts)
+    app.add_transform(FoldedAnswers)
+    app.add_post_transform(GlossaryLinks)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
