@@ -77,7 +77,9 @@ class Argument(BaseModel):
     ``outcome`` is ``reinplaced`` (written in place), ``cloned`` (a copy is written) or
     ``written back`` (an ATen result is stored into the input, without a copy of the input).
     ``passed_offset`` is where the generated code lets the op's view begin, ``graph_offset`` where
-    the graph says; both count elements from the buffer's pointer and are None if not compared.
+    the graph says; both count elements from the buffer's pointer. ``shift`` is by how many elements
+    what the op is handed lies off: it counts in where the clone began to read, so that two errors
+    may cancel. ``sees`` says what lies there. They are None if not compared.
     """
 
     name: str
@@ -89,12 +91,20 @@ class Argument(BaseModel):
     clone: Clone | None = None
     passed_offset: int | None = None
     graph_offset: int | None = None
+    shift: int | None = None
+    sees: str | None = None
     advice: str | None = None
 
     @property
-    def wrong_view(self) -> bool:
-        """Whether the generated code hands the op another view than the graph says."""
-        return self.passed_offset is not None and self.passed_offset != self.graph_offset
+    def misled(self) -> bool:
+        """Whether the generated code hands the op other elements than the argument's."""
+        return bool(self.shift)
+
+    def shifted(self) -> str:
+        """Say where the elements lie that the op is handed."""
+        side = "behind" if (self.shift or 0) > 0 else "in front of"
+        text = f"the op is handed elements that lie {abs(self.shift or 0):,} {side} its own"
+        return text + (f", {self.sees}" if self.sees else "")
 
 
 class Op(BaseModel):
@@ -213,6 +223,8 @@ def _text(report: AuditReport) -> list[str]:
         *(f"  ! {finding}" for finding in report.findings),
     ]
     for shapes in report.shapes:
+        if shapes.problem == report.sentence:
+            continue
         lines.append(f"{shapes.label} ({shapes.graphs} graph{'s' * (shapes.graphs != 1)})")
         if shapes.problem:
             lines.append(f"  {shapes.problem}")
@@ -250,11 +262,8 @@ def _argument_lines(argument: Argument) -> list[str]:
     if argument.clone is not None:
         lines.append(f"  clone: {argument.clone.extent()}")
         lines += [f"  kernel: {line}" for line in argument.clone.kernel]
-    if argument.wrong_view:
-        lines.append(
-            f"  WRONG VIEW: the graph starts the op's view at element {argument.graph_offset:,}, "
-            f"the generated code at {argument.passed_offset:,}"
-        )
+    if argument.misled:
+        lines.append(f"  WRONG ELEMENTS: {argument.shifted()}")
     if argument.advice:
         lines.append(f"  what to do: {argument.advice}")
     return lines
@@ -277,7 +286,8 @@ def _html(report: AuditReport) -> str:
         for op in shapes.ops:
             for a in op.arguments:
                 extent = a.clone.extent() if a.clone is not None else ""
-                bad = a.outcome == "cloned" or a.wrong_view
+                extent += f" WRONG ELEMENTS: {a.shifted()}" if a.misled else ""
+                bad = a.outcome == "cloned" or a.misled
                 style = f' style="color:{_BAD}"' if bad else ""
                 cells = [shapes.label, op.name, a.name]
                 rows.append(

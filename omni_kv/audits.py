@@ -144,7 +144,7 @@ def _plain_problem(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
     if "NVIDIA driver" in text or ("CUDA" in text and not torch.cuda.is_available()):
-        return f"It needs a GPU, and there is none here: {first}"
+        return "It needs a GPU, and there is none here."
     if isinstance(error, TypeError) and "argument" in text:
         return f"It cannot be called with these arguments: {first}"
     return f"It does not compile: {cause_line(error)}"
@@ -164,11 +164,8 @@ def _conclude(report: AuditReport) -> None:
                     report.findings.append(
                         f"{where}: the clone reads {outside:,} elements outside the storage"
                     )
-                if a.wrong_view:
-                    report.findings.append(
-                        f"{where}: the generated code hands the op a view that begins at element "
-                        f"{a.passed_offset:,} instead of {a.graph_offset:,}"
-                    )
+                if a.misled:
+                    report.findings.append(f"{where}: {a.shifted()}")
     for comparison in report.comparisons:
         if comparison.result in ("differs", "crashed"):
             how = f" ({comparison.how})" if comparison.how else ""

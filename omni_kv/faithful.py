@@ -187,7 +187,7 @@ class _Backend:
     """Inductor, with a hand on the compiled function: held at first, then run in laid memory."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.parameters = parameter_names(fn)
+        self.fn = fn
         self.memory: Memory | None = None
         self.inputs: dict[str, torch.Tensor] = {}
 
@@ -195,7 +195,7 @@ class _Backend:
         from torch._inductor.compile_fx import compile_fx
 
         nodes = gm.graph.find_nodes(op="placeholder")
-        names = [input_name(node, self.parameters) for node in nodes]
+        names = [input_name(node, self.fn) for node in nodes]
         compiled: Any = compile_fx(gm, example_inputs)
 
         def call(*inputs: Any) -> Any:
@@ -219,8 +219,6 @@ def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
 
     torch.set_num_threads(1)
     os.mkdir(folder)
-    # Compiling the headers once pays from the fourth kernel or so.
-    inductor_config.cpp_cache_precompile_headers = len(jobs) > 3
     # Jobs must not find each other's graphs: the caches' keys do not see how inputs share storage.
     no_graph_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     no_aot_cache = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}

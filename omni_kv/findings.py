@@ -125,7 +125,7 @@ def _argument(
         if argument.clone is not None and argument.clone.reads_outside:
             argument.advice = (argument.advice or "do not compile it") + _OUTSIDE_ADVICE
     _compare_view(graph, argument, call, tensor)
-    if argument.wrong_view and argument.advice is None:
+    if argument.misled and argument.advice is None:
         argument.advice = _SEPARATE + "; compile with static shapes until then"
     return argument
 
@@ -251,6 +251,34 @@ def _compare_view(
     start = graph.number(tensor.meta["val"].storage_offset())
     base = graph.number(root.meta["val"].storage_offset())
     argument.graph_offset, argument.passed_offset = start - base, view.offset
+    source = graph.input_of(root.name)
+    place = (source.offset if source is not None else 0) + view.offset
+    argument.shift = view.offset - argument.graph_offset
+    if kernels and (copied := _copied_input(graph, root)) is not None:
+        # Element 0 of the clone is what its kernel read first, which need not be what it should.
+        source, begin = copied
+        place = source.offset + kernels[0].reads[0].first + view.offset
+        argument.shift = place - begin - argument.graph_offset
+    if source is None or not argument.shift:
+        return
+    same = [i for i in graph.inputs if i.storage_id == source.storage_id]
+    there = [i.name for i in same if i.offset == place]
+    if not 0 <= place < source.storage:
+        argument.sees = "outside the storage"
+    elif there:
+        argument.sees = f"which is where {there[0]} begins"
+
+
+def _copied_input(graph: GraphCapture, clone: fx.Node) -> tuple[Input, int] | None:
+    """The input whose storage a clone copies, and the element of the storage it should begin at."""
+    strided = clone.args[0] if target_name(clone.target) == "aten.clone.default" else None
+    if not isinstance(strided, fx.Node) or target_name(strided.target) != "aten.as_strided.default":
+        return None
+    source = graph.input_of(str(strided.args[0]))
+    if source is None or len(strided.args) < 4:
+        return None
+    offset = strided.args[3]
+    return source, graph.number(offset.meta["val"] if isinstance(offset, fx.Node) else offset)
 
 
 def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int) -> Op:

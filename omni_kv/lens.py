@@ -37,7 +37,6 @@ from omni_kv.lens_records import (
     PassedView,
     input_name,
     kernels_of,
-    parameter_names,
     read_inputs,
     read_scheduled,
 )
@@ -68,8 +67,9 @@ class _Stop(BaseException):
 
 def original(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The callable behind ``torch.compile(...)``; any other callable as it is."""
-    inner: Callable[..., Any] | None = getattr(fn, "_torchdynamo_orig_callable", None)
-    return inner if inner is not None else getattr(fn, "_orig_mod", fn)  # type: ignore[no-any-return]
+    if isinstance(fn, torch.nn.Module):
+        return getattr(fn, "_orig_mod", fn)  # type: ignore[return-value]
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
 def capture(
@@ -167,9 +167,8 @@ class _Recorder:
 
         graph = GraphCapture(dynamo_graph=_copy(gm.graph))
         self.graphs.append(graph)
-        names = parameter_names(self.fn)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self.sources = [input_name(node, names) for node in placeholders]
+        self.sources = [input_name(node, self.fn) for node in placeholders]
         self.loops, self.passed = [], []
         compile_fx(gm, example_inputs, inner_compile=self.inner_compile)
 

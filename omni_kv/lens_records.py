@@ -288,8 +288,9 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
     return [p.name for p in signature.parameters.values() if p.kind in kinds]
 
 
-def input_name(node: fx.Node, parameters: list[str]) -> str:
+def input_name(node: fx.Node, fn: Callable[..., Any]) -> str:
     """Where the caller finds a graph input: ``key_pool``, ``pools[1]``, ``fn.layers.0.pool``."""
+    parameters = parameter_names(fn)
     argument = node.meta.get("grapharg")
     name = getattr(getattr(argument, "source", None), "name", None)
     name = name() if callable(name) else name
@@ -303,6 +304,10 @@ def input_name(node: fx.Node, parameters: list[str]) -> str:
     keyword = re.match(r"L\['kwargs'\]\['(\w+)'\](.*)", name)
     if keyword is not None:
         return keyword[1] + _path(keyword[2])
+    free = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    cell = re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents(.*)", name)
+    if cell is not None and int(cell[1]) < len(free):
+        return free[int(cell[1])] + _path(cell[2])
     name = re.sub(r"G\['__import_[^']*'\]\.(\w+)", r"G['\1']", name)
     scope = re.match(r"[LG]\['(\w+)'\](.*)", name)
     return scope[1] + _path(scope[2]) if scope is not None else name
