@@ -7,7 +7,7 @@ and then one element earlier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -199,7 +199,8 @@ def _measure_all(cases: list[Placement]) -> list[Measurement]:
         return [_measure(case) for case in cases]
 
 
-def _call(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> torch.Tensor:
+def call_op(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Call the op, and nothing else, with what ``inputs_for`` made."""
     query, slots, starts, lengths = inputs
     return ar_diffusion_paged_write_attn(
         query, query, query, key_pool, value_pool, slots, None, starts, lengths, 1, 1.0, "sdpa"
@@ -207,26 +208,15 @@ def _call(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> torc
 
 
 def _measure(p: Placement) -> Measurement:
-    dtype = getattr(torch, p.dtype)
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(WRITTEN, *p.shape[1:], generator=generator).to(dtype)
-    lengths = torch.tensor([p.shape[0]], dtype=torch.int32)
-    inputs = (query, torch.arange(WRITTEN), torch.tensor([0, WRITTEN], dtype=torch.int32), lengths)
-
-    counts_from, extent = clone_of(*_pools(p, 0)[:2], inputs)
-    torch._dynamo.reset()
-    compiled = torch.compile(_call, dynamic=False)
-    with (
-        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
-        functorch_config.patch({"enable_autograd_cache": False}),
-    ):
-        # Compiled, and run once, where there is room enough on both sides.
-        compiled(*_pools(p, 4 * p.storage_numel)[:2], inputs)
-
+    inputs = inputs_for(p)
+    counts_from, extent = clone_of(*pools_in(p, 0)[:2], inputs)
+    compiled = compiled_afresh(call_op)
+    # Compiled, and run once, where there is room enough on both sides.
+    compiled(*pools_in(p, 4 * p.storage_numel)[:2], inputs)
     prediction = predict(p, counts_from or "storage start")
 
     def run(mapped: int) -> tuple[int, int]:
-        key, value, region = _pools(p, mapped)
+        key, value, region = pools_in(p, mapped)
         memory = torch.cat([region.tensor, region.after])
         compiled(key, value, inputs)
         return _explained(p, counts_from or "storage start", memory, value)
@@ -246,7 +236,30 @@ def _measure(p: Placement) -> Measurement:
     )
 
 
-def _pools(p: Placement, mapped: int) -> tuple[torch.Tensor, torch.Tensor, Region]:
+def inputs_for(p: Placement) -> tuple[torch.Tensor, ...]:
+    """The op's other inputs: query, slot mapping, query starts and lengths."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(WRITTEN, *p.shape[1:], generator=generator).to(getattr(torch, p.dtype))
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, WRITTEN], [p.shape[0]]))
+    return query, torch.arange(WRITTEN), starts, lengths
+
+
+def compiled_afresh(fn: Callable[..., torch.Tensor], dynamic: bool = False) -> Callable[..., Any]:
+    """Compile a function without a look at what was compiled before, in memory or on disk."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, dynamic=dynamic)
+
+    def call(*args: Any) -> Any:
+        with (
+            inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
+            functorch_config.patch({"enable_autograd_cache": False}),
+        ):
+            return compiled(*args)
+
+    return call
+
+
+def pools_in(p: Placement, mapped: int) -> tuple[torch.Tensor, torch.Tensor, Region]:
     """K and V in random data, with so many mapped elements behind V's allocation, then no page."""
     dtype = getattr(torch, p.dtype)
     region = map_region((p.storage_numel,), dtype, after=mapped, before=mapped)
@@ -291,7 +304,7 @@ def clone_of(
     Returns:
         Where the kernel counts from and the clone's extent, or None and 0 if nothing is cloned.
     """
-    report = audit(_call, key_pool, value_pool, inputs, run=False, dynamic=False)
+    report = audit(call_op, key_pool, value_pool, inputs, run=False, dynamic=False)
     if not report.clones:
         return None, 0
     (clone,) = (argument.clone for argument in report.clones)

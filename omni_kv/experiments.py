@@ -6,6 +6,7 @@ to call from a notebook or a test.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ class LayerCase:
         dynamic: what ``torch.compile(dynamic=...)`` gets.
         seed: of weights, inputs and pool contents.
         device: where.
+        static_address: whether the pools are marked with ``torch._dynamo.mark_static_address``.
     """
 
     geometry: Geometry
@@ -46,6 +48,7 @@ class LayerCase:
     dynamic: bool = False
     seed: int = 0
     device: str = "cpu"
+    static_address: bool = False
 
     def __post_init__(self) -> None:
         known = get_args(Memory)
@@ -59,7 +62,9 @@ class LayerCase:
     @property
     def label(self) -> str:
         """A short name, for tables and figures."""
-        return f"{self.layout}, {self.memory}" + (", dynamic shapes" if self.dynamic else "")
+        parts = [self.layout, self.memory]
+        parts += ["dynamic shapes"] * self.dynamic + ["static address"] * self.static_address
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,26 @@ def crash_cases(geometry: Geometry, device: str = "cpu", seed: int = 0) -> list[
     ]
 
 
+def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun]]:
+    """Run separate pools with the compile cache that shared halves left behind, in new processes.
+
+    Args:
+        geometry: the sizes.
+        seed: of weights, inputs and pool contents.
+
+    Returns:
+        Outcomes by label. The first fills the cache; the last has a fresh one, for comparison.
+    """
+    first = LayerCase(geometry, "shared", "neighbour", seed=seed)
+    after = [LayerCase(geometry, "separate", memory, seed=seed) for memory in get_args(Memory)[:3]]
+    with tempfile.TemporaryDirectory(prefix="omni-kv-cache-") as cache:
+        outcomes = {f"{first.label}: fills the cache": isolated_layer(first, cache_dir=cache)}
+        stale = run_all([partial(isolated_layer, case, cache_dir=cache) for case in after])
+    outcomes |= {f"{c.label}: stale cache": o for c, o in zip(after, stale, strict=True)}
+    outcomes[f"{after[-1].label}: fresh cache"] = isolated_layer(after[-1])
+    return outcomes
+
+
 def summary(outcome: Outcome[LayerRun]) -> dict[str, Any]:
     """What matters of an outcome, in plain JSON types, free of times, paths and rounding."""
     if outcome.value is None:
@@ -193,8 +218,12 @@ def run_layer(case: LayerCase) -> LayerRun:
         eager, _ = _pools_in(case, g)
         pools, regions = _pools_in(case, g)
         expected = block(*arguments(eager))
-        out = torch.compile(block, dynamic=case.dynamic)(*arguments(pools))
-    rows_written = arguments(pools)[-1].slot_mapping.numel()
+        inputs = arguments(pools)
+        if case.static_address:
+            for pool in inputs[4:6]:
+                torch._dynamo.mark_static_address(pool)
+        out = torch.compile(block, dynamic=case.dynamic)(*inputs)
+    rows_written = inputs[-1].slot_mapping.numel()
     keys_right = _same_rows(pools.key_slots(0), eager.key_slots(0))
     return LayerRun(
         rows=g.num_slots,
@@ -223,9 +252,12 @@ def _pools_in(case: LayerCase, geometry: Geometry) -> tuple[Pools, list[Region]]
             for sign, neighbour in ((-1, region.before), (1, region.after)):
                 neighbour.copy_(sign * (1_000 + torch.arange(neighbour.numel())))
         else:
-            region = map_region(
-                shape, dtype, guard="after" if case.memory == "guard after" else "before"
-            )
+            # Only one side is unmapped; on the other a stray read finds zeros, on every machine.
+            room = 2 * geometry.pool_numel
+            if case.memory == "guard after":
+                region = map_region(shape, dtype, before=room)
+            else:
+                region = map_region(shape, dtype, guard="before", after=room)
         regions.append(region)
         return region.tensor
 

@@ -1,0 +1,200 @@
+"""Change one thing at a time, and see whether the fault is still there.
+
+Each trial compiles the op over pools in one allocation, changes one thing, and asks three
+questions: is V still cloned, does the compiled code survive an unmapped page behind the allocation,
+and is V right when the memory behind it is mapped?
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.fx_passes import reinplace
+
+from omni_kv.attention import attend
+from omni_kv.audits import audit
+from omni_kv.cause import Placement, call_op, compiled_afresh, inputs_for, placements, pools_in
+from omni_kv.isolation import Outcome, run_forked, run_isolated
+
+
+@torch.library.custom_op("omni_kv::paged_write_attn_one_tensor", mutates_args=("kv_pool",))
+def paged_write_attn_one_tensor(
+    query: torch.Tensor,
+    kv_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> torch.Tensor:
+    """The op with one mutated argument that it slices itself, for the trial of that name.
+
+    Args:
+        query: ``(num_tokens, num_heads, head_dim)``, written as keys and as values too.
+        kv_pool: ``(2, num_slots, num_heads, head_dim)``, keys then values; mutated.
+        slot_mapping: ``(num_tokens,)`` int64.
+        query_start_loc: ``(num_seqs + 1,)`` int32 on the host.
+        seq_lens: ``(num_seqs,)`` int32 on the host.
+    """
+    key_pool, value_pool = kv_pool.unbind(0)
+    key_pool.index_copy_(0, slot_mapping, query)
+    value_pool.index_copy_(0, slot_mapping, query)
+    return attend("sdpa", query, key_pool, value_pool, None, query_start_loc, seq_lens, 1, 1.0)
+
+
+@paged_write_attn_one_tensor.register_fake
+def _(query, *args) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _call_one_tensor(kv_pool: torch.Tensor, inputs: Any) -> torch.Tensor:
+    query, slots, starts, lengths = inputs
+    return paged_write_attn_one_tensor(query, kv_pool, slots, starts, lengths)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one change did.
+
+    Attributes:
+        change: what was changed.
+        layout: the placement that it was tried on.
+        clone_elements: elements that the clone of a mutated argument reads; 0 without a clone.
+        guarded: how the run with an unmapped page right behind the allocation ended.
+        wrong: V elements that differ from an eager run, where the memory behind is mapped; None if
+            that run did not return.
+        of: V elements in all.
+    """
+
+    change: str
+    layout: str
+    clone_elements: int
+    guarded: str
+    wrong: int | None
+    of: int
+
+    @property
+    def right(self) -> bool:
+        """Whether the fault is gone."""
+        return self.guarded == "returned" and self.wrong == 0
+
+
+def try_changes(shape: tuple[int, int, int] = (64, 2, 8)) -> Outcome[list[Trial]]:
+    """Try each change alone, in one child process.
+
+    Args:
+        shape: ``(num_slots, num_kv_heads, head_dim)`` of K, and of V.
+    """
+    return run_isolated(_try_all, shape, timeout=300)
+
+
+def _try_all(shape: tuple[int, int, int]) -> list[Trial]:
+    torch.set_num_threads(1)
+    layouts = placements(shape)
+    halves, swapped, separate = (
+        layouts[name] for name in ("halves, K first", "halves, V first", "separate")
+    )
+    v1 = inductor_config.patch(enable_auto_functionalized_v2=False)
+    trials: list[tuple[str, Placement, AbstractContextManager[Any], dict[str, Any]]] = [
+        ("nothing", halves, nullcontext(), {}),
+        ("mark_static_address on both pools", halves, nullcontext(), {"static_address": True}),
+        ("enable_auto_functionalized_v2=False", halves, v1, {}),
+        ("dynamic=True", halves, nullcontext(), {"dynamic": True}),
+        ("a storage offset of zero: V in front of K", swapped, nullcontext(), {}),
+        ("separate storages", separate, nullcontext(), {}),
+        ("one tensor argument, sliced in the op", halves, nullcontext(), {"one_tensor": True}),
+        ("an overlap check in the reinplace pass", halves, overlap_check(), {}),
+    ]
+    done = []
+    for change, placement, context, options in trials:
+        with torch.no_grad(), context:
+            done.append(_try(change, placement, **options))
+    return done
+
+
+def _try(
+    change: str,
+    p: Placement,
+    *,
+    static_address: bool = False,
+    dynamic: bool = False,
+    one_tensor: bool = False,
+) -> Trial:
+    inputs = inputs_for(p)
+    fn: Callable[..., torch.Tensor] = _call_one_tensor if one_tensor else call_op
+
+    def arguments(mapped: int) -> tuple[torch.Tensor, ...]:
+        key, value, region = pools_in(p, mapped)
+        pools = (region.tensor.view(2, *p.shape),) if one_tensor else (key, value)
+        if static_address:
+            for pool in pools:
+                torch._dynamo.mark_static_address(pool)
+        return pools
+
+    report = audit(fn, *arguments(0), inputs, run=False, dynamic=dynamic)
+    clones = [argument.clone.elements for argument in report.clones if argument.clone]
+    compiled = compiled_afresh(fn, dynamic)
+
+    def wrong(mapped: int) -> int:
+        pools = arguments(mapped)
+        expected = arguments(mapped)
+        compiled(*pools, inputs)
+        fn(*expected, inputs)
+        value, right = (ps[0][1] if one_tensor else ps[1] for ps in (pools, expected))
+        return int((value != right).sum())
+
+    guarded = run_forked(lambda: wrong(0))
+    mapped = run_forked(lambda: wrong(4 * p.storage_numel))
+    return Trial(change, p.name, sum(clones), guarded.describe(), mapped.value, p.numel)
+
+
+@contextlib.contextmanager
+def overlap_check() -> Iterator[None]:
+    """Let the reinplace pass ask whether tensors overlap, instead of whether they share a storage.
+
+    Its own TODO says so: "this logic can be made more precise using _overlap". The function that
+    decides is nested in the pass, so the pass is rebuilt from its source with two lines changed.
+
+    Raises:
+        RuntimeError: if the pass of the installed torch does not contain these lines.
+    """
+    changes = {
+        "return get_node_storage(mutated_arg) in storage_of_reinplaced_args": (
+            "return _overlaps_any(mutated_arg, storage_of_reinplaced_args)"
+        ),
+        "storage_of_reinplaced_args.add(get_node_storage(mutated_arg))": (
+            "storage_of_reinplaced_args.add(mutated_arg)"
+        ),
+    }
+    original = reinplace.reinplace_inplaceable_ops_core
+    source = inspect.getsource(original)
+    for old, new in changes.items():
+        if source.count(old) != 1:
+            raise RuntimeError(f"this torch's reinplace pass has no line {old!r} to change")
+        source = source.replace(old, new)
+    scope = {**vars(reinplace), "_overlaps_any": _overlaps_any}
+    exec(compile(source, "reinplace pass with an overlap check", "exec"), scope)
+    reinplace.reinplace_inplaceable_ops_core = scope[original.__name__]
+    try:
+        yield
+    finally:
+        reinplace.reinplace_inplaceable_ops_core = original
+
+
+def _overlaps_any(node: torch.fx.Node, others: Any) -> bool:
+    from torch._functorch._aot_autograd.input_output_analysis import compute_overlapping_tensors
+
+    with_same_storage = [
+        other
+        for other in others
+        if reinplace.get_node_storage(other) == reinplace.get_node_storage(node)
+    ]
+    return any(
+        compute_overlapping_tensors([node.meta["val"], other.meta["val"]], symbolic=False)
+        for other in with_same_storage
+    )
