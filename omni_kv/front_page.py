@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omni_kv import outcomes, verdicts
@@ -46,6 +48,24 @@ def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def fill_in(page: Path, runs: Sequence[Run]) -> None:
+    """Put into a prose page what is computed: ``{{ outcomes }}``, and ``{{ see("02") }}``.
+
+    The latter links to the notebooks of these numbers, as far as they were executed.
+    """
+
+    def see(found: re.Match[str]) -> str:
+        numbers = re.findall(r'"(\d+)"', found[1])
+        chosen = [run for run in runs if run.stem.split("_")[0] in numbers]
+        pages = [f"[{run.title}](notebooks/{run.stem}.ipynb)" for run in chosen]
+        return f"*Shown in:* {', '.join(pages)}." if pages else ""
+
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"\{\{ see\((.*?)\) \}\}", see, text)
+    text = text.replace("{{ outcomes }}", _list(outcomes.outcome_lines()))
+    page.write_text(text, encoding="utf-8")
+
+
 def _picture() -> str:
     from omni_kv.pictures import alt_text
     from omni_kv.site_figures import what_the_clone_reads
@@ -69,8 +89,9 @@ def _notebooks(runs: Sequence[Run]) -> str:
 
 
 def _ledger() -> list[str]:
-    """The statements and their verdicts, once ``omni_kv.claims`` is there."""
-    if not importlib.util.find_spec("omni_kv.claims"):
+    """The statements and their verdicts, if there is a ledger."""
+    ledger = verdicts.data_dir() / "claims.toml"
+    if not (ledger.is_file() and importlib.util.find_spec("omni_kv.claims")):
         return []
     from omni_kv import claims
 

@@ -66,7 +66,7 @@ def stage(notebooks: list[Path], source: Path) -> None:
         notebooks: the executed notebooks, in order.
         source: folder to make.
     """
-    from omni_kv.front_page import front_page
+    from omni_kv.front_page import fill_in, front_page
     from omni_kv.report_pages import for_site, run_of
     from omni_kv.site_figures import write_pictures
 
@@ -78,6 +78,8 @@ def stage(notebooks: list[Path], source: Path) -> None:
         for_site(path, run, source / "notebooks" / path.name)
     write_pictures(source / "pictures")
     pages = sorted(page.stem for page in source.glob("*.md"))
+    for page in pages:
+        fill_in(source / f"{page}.md", runs)
     (source / "index.md").write_text(front_page(runs, pages), encoding="utf-8")
 
 
