@@ -140,10 +140,14 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
     return shapes
 
 
+#: What PyTorch says when CUDA was asked for and is not there.
+_NO_GPU = ("NVIDIA driver", "support for cuda", "not compiled with CUDA", "CUDA device")
+
+
 def _plain_problem(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
-    if "NVIDIA driver" in text or ("CUDA" in text and not torch.cuda.is_available()):
+    if not torch.cuda.is_available() and any(sign in text for sign in _NO_GPU):
         return "It needs a GPU, and there is none here."
     if isinstance(error, TypeError) and "argument" in text:
         return f"It cannot be called with these arguments: {first}"

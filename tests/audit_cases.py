@@ -5,6 +5,8 @@ Every ``make_*`` returns ``(callable, arguments)``, as ``omni-kv audit module:ma
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
@@ -286,3 +288,55 @@ def make_needs_a_gpu():
 
 def on_a_gpu(x):
     return x.to("cuda") + 1
+
+
+# Faults that are built in, so that the audit can be seen to find them on any torch release.
+
+
+def adds_one_only_if_compiled(k, pool, slots):
+    pool.index_copy_(0, slots, k + 1 if torch.compiler.is_compiling() else k)
+    return k * 2
+
+
+@torch.library.custom_op("audit_cases::peek", mutates_args=("pool",))
+def peek(pool: Tensor, offset: int) -> Tensor:
+    """Add to the pool what lies ``offset`` elements from its first element, wherever that is."""
+    value = ctypes.c_float.from_address(pool.data_ptr() + offset * pool.element_size()).value
+    pool[0] = value
+    return pool.sum(0)
+
+
+@peek.register_fake
+def _(pool, offset):
+    return torch.empty_like(pool[0])
+
+
+def peeks_behind_only_if_compiled(pool):
+    return torch.ops.audit_cases.peek(pool, pool.numel() if torch.compiler.is_compiling() else 0)
+
+
+def peeks_in_front_only_if_compiled(pool):
+    return torch.ops.audit_cases.peek(pool, -1 if torch.compiler.is_compiling() else 0)
+
+
+def make_differs():
+    k, _, index = tokens()
+    return adds_one_only_if_compiled, (k, separate_pools()[0], index)
+
+
+def make_peeks_behind():
+    return peeks_behind_only_if_compiled, (separate_pools()[0],)
+
+
+def make_peeks_in_front():
+    return peeks_in_front_only_if_compiled, (separate_pools()[0],)
+
+
+def make_eager_raises():
+    return raises, (torch.ones(2),)
+
+
+def raises(x):
+    if torch.compiler.is_compiling():
+        return x + 1
+    raise ValueError("not in eager")
