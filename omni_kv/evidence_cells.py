@@ -29,10 +29,9 @@ class CrashCase(Strict):
             float32 and converted; the same and then ``empty_cache()``.
         static_address: whether ``mark_static_address`` is called on the pools.
         one_config: whether Inductor is kept from trying several configurations of a kernel.
-        leave_free_gib: how much device memory is left free, by allocating the rest; None for all.
+        headroom_gib: how much device memory the process may take beyond its weights and pools; None
+            for all there is.
         cache: the compile cache: a fresh one, or the one left by the run of that name.
-        probe: whether the clone's size is allocated and freed first, so that the allocator's
-            segments can be read as the clone will find them.
     """
 
     layout: Literal["shared", "separate"] = "shared"
@@ -47,9 +46,8 @@ class CrashCase(Strict):
     )
     static_address: bool = False
     one_config: bool = False
-    leave_free_gib: float | None = None
+    headroom_gib: float | None = None
     cache: str = "fresh"
-    probe: bool = False
 
 
 CrashOutcome = Literal[
@@ -73,11 +71,10 @@ class CrashRun(Strict):
         rows_wrong: rows of V that differ from the eager layer's; None if the run did not end.
         rows_neighbour: rows of V that hold the neighbour's value.
         released_bytes: what ``empty_cache()`` gave back.
-        free_bytes: free device memory before the compiled call.
-        overread_bytes: bytes behind V that a clone of K's plus V's elements, counted from V's
-            pointer, would read.
-        mapped_bytes: bytes behind V without a gap, by the allocator's segments.
-        predicted: from the two, before the run.
+        overread_bytes: bytes behind V that the kernel that clones V is about to read.
+        mapped_bytes: bytes behind V without a gap, by the allocator's segments at that moment.
+        behind: what begins where V ends.
+        predicted: from these, before the kernel has run; for separate pools, from the layout.
         seconds: wall-clock time of the child.
     """
 
@@ -94,9 +91,9 @@ class CrashRun(Strict):
     rows_wrong: int | None = None
     rows_neighbour: int | None = None
     released_bytes: int | None = None
-    free_bytes: int | None = None
     overread_bytes: int | None = None
     mapped_bytes: int | None = None
+    behind: Literal["nothing", "the clone", "the neighbour", "other"] | None = None
     predicted: Literal["illegal memory access", "V corrupted", "right"] | None = None
     seconds: float
 

@@ -32,7 +32,6 @@ EXPECTED: dict[str, float] = {
     "slots written element by element": 4.4,
     "GELU as a kernel of its own": 4.4,
     "rotation by swapped pairs": -2.0,
-    "Inductor: coordinate descent": -2.0,
     "Inductor: multi-kernel reductions": -2.0,
     "one CUDA graph a step": -1.6,
 }
@@ -99,7 +98,6 @@ def measure_trials(geometry: Geometry, device: str, backend: str, samples: int) 
         return exchanged(as_tuned, step)
 
     runs: dict[str, Thunk] = {
-        "Inductor: coordinate descent": tuned(coordinate_descent_tuning=True),
         "Inductor: multi-kernel reductions": tuned(**{"triton.multi_kernel": 1}),
     }
     model.compile_layers()
