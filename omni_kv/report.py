@@ -87,6 +87,7 @@ def _sphinx(work: Path, builder: str, target: Path) -> None:
     """Run one of Sphinx's builders, warnings being errors, and put what it made at ``target``."""
     built = work / "built" / builder
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", builder]
+    command += ["-t", "paged"] if builder == "singlehtml" else []
     command += ["-d", str(work / f"doctrees-{builder}"), str(work / "source"), str(built)]
     env = os.environ | {
         "SOURCE_DATE_EPOCH": str(_epoch()),

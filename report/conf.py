@@ -51,7 +51,7 @@ pygments_style = "default"
 pygments_dark_style = "github-dark"
 
 # All pages in one, for the PDF: no navigation, every answer unfolded.
-if tags.has("singlehtml"):  # noqa: F821 - Sphinx defines it
+if tags.has("paged"):  # noqa: F821 - Sphinx defines it
     html_theme = "print_theme"
     html_theme_path = ["."]
     html_theme_options = {}
