@@ -137,7 +137,8 @@ class Browser:
             BrowserError: If the browser refuses it or does not answer in time.
         """
         self._last += 1
-        number, answers = self._last, []
+        number = self._last
+        answers: list[dict[str, Any]] = []
         message = {"id": number, "method": method, "params": parameters}
         self._socket.send(json.dumps(message))
         self._until(lambda: bool(answers), number, answers)

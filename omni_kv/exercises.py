@@ -20,15 +20,12 @@ from omni_kv.exercise_measures import ALL
 _tries: Counter[str] = Counter()
 
 
-def check(name: str, answer: Any = ...) -> bool:
+def check(name: str, answer: Any = ...) -> None:
     """Try an answer, and print what was found.
 
     Args:
         name: of the exercise, starting with the notebook's number: ``"00.two-copies"``.
         answer: a value or a function, as the task says; ``...`` prints the task.
-
-    Returns:
-        Whether the answer is right.
 
     Raises:
         KeyError: if there is no such exercise; the message names those that there are.
@@ -39,22 +36,21 @@ def check(name: str, answer: Any = ...) -> bool:
     if answer is ...:
         print(f"Your turn: {exercise.task}")
         print("Put your answer in place of the dots, and run the cell again.")
-        return False
+        return
     try:
         right, found = exercise.measure(answer)
     except Exception as error:
         right, found = False, f"that raised {type(error).__name__}: {_first_line(error)}"
     if right:
         print(f"Right: {found}.")
-        return True
+        return
     _tries[name] += 1
     print(f"Not yet: {found}.")
     if _tries[name] <= len(exercise.hints):
         number = _tries[name]
         print(f"Hint {number} of {len(exercise.hints)}: {exercise.hints[number - 1]}")
     else:
-        print("That were all the hints. The worked answer is below the cell.")
-    return False
+        print("Those were all the hints. The worked answer is below the cell.")
 
 
 def forget() -> None:

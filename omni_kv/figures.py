@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -12,10 +11,9 @@ from matplotlib.patches import Patch, Rectangle
 from omni_kv.experiments import LayerRun, Origin
 from omni_kv.geometry import Geometry
 from omni_kv.isolation import Outcome
-from omni_kv.pictures import use_in_notebooks
+from omni_kv.pictures import STYLE, use_in_notebooks
 from omni_kv.rollout import frames_in_pool
 
-STYLE = Path(__file__).with_name("report.mplstyle")
 use_in_notebooks()
 
 BLUE, ORANGE, GREEN, RED, PINK, SKY = (

@@ -38,7 +38,7 @@ def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
         "How to read the figure, and what to do about it: {doc}`in_short`.",
         "## The notebooks",
         _notebooks(runs),
-        *_ledger(),
+        *_ledger(runs),
         "## What ran, and what is on record",
         _origins(runs),
         _toctree("Start", [page for page in ("in_short",) if page in pages]),
@@ -88,7 +88,7 @@ def _notebooks(runs: Sequence[Run]) -> str:
     return _table(("notebook", "its question", "time"), rows)
 
 
-def _ledger() -> list[str]:
+def _ledger(runs: Sequence[Run]) -> list[str]:
     """The statements and their verdicts, if there is a ledger."""
     ledger = verdicts.data_dir() / "claims.toml"
     if not (ledger.is_file() and importlib.util.find_spec("omni_kv.claims")):
@@ -108,14 +108,22 @@ def _ledger() -> list[str]:
         }
         parts.append(f"### From {'the pull request' if source == 'pull request' else source}")
         parts.append(f"{', '.join(f'{n} {verdict}' for verdict, n in count.items())}.")
-        rows = [(c.statement, f"**{c.verdict}**", c.said, _where(c)) for c in chosen]
-        parts.append(_table(("statement", "verdict", "what we found", "experiment"), rows))
+        rows = [
+            (f"**{c.verdict}**", f"{c.statement}<br>*{c.said}* {_where(c, runs)}") for c in chosen
+        ]
+        parts.append(_table(("verdict", "statement, *what we found*, experiment"), rows))
     return parts
 
 
-def _where(claim: Any) -> str:
-    named = [claim.experiment] if isinstance(claim.experiment, str) else claim.experiment
-    return ", ".join(f"`{name}`" for name in named)
+def _where(claim: Any, runs: Sequence[Run]) -> str:
+    """The experiments behind a claim, each linked to its notebook if that was executed."""
+    parts = []
+    for text in filter(None, claim.experiment.split("; ")):
+        stem, _, place = text.partition(": ")
+        run = next((run for run in runs if run.stem == stem), None)
+        page = f"[{run.title}](notebooks/{stem}.ipynb)" if run else f"`{stem}`"
+        parts.append(f"{page}, {place}" if place else page)
+    return f"({'; '.join(parts)})" if parts else ""
 
 
 def _origins(runs: Sequence[Run]) -> str:
@@ -128,44 +136,24 @@ def _origins(runs: Sequence[Run]) -> str:
         outcome += f", {len(run.no_record)} without a record" if run.no_record else ""
         outcome += f", **{len(run.changed)} not as recorded**" if run.changed else ""
         outcome += ", **a cell failed**" if run.failed else ""
-        rows.append(
-            (
-                f"[{run.title}](notebooks/{run.stem}.ipynb)",
-                "live, for this report",
-                f"{run.device}, torch {verdicts.torch_release()}",
-                run.date,
-                outcome,
-            )
-        )
+        where = f"live, for this report: {run.device}, torch {verdicts.torch_release()}"
+        when = f", {run.date}" if run.date else ""
+        rows.append((f"[{run.title}](notebooks/{run.stem}.ipynb)", where + when, outcome))
     for release in outcomes.releases():
         entries = verdicts.load(release).verdicts
         for device, date in sorted({(e.recorded.device, e.recorded.date) for e in entries}):
             count = sum((e.recorded.device, e.recorded.date) == (device, date) for e in entries)
-            rows.append(
-                (
-                    f"`data/verdicts/torch-{release}.json`",
-                    "recorded",
-                    f"{device}, torch {release}",
-                    date,
-                    f"{count} outcomes",
-                )
-            )
+            where = f"recorded: {device}, torch {release}, {date}"
+            rows.append((f"`data/verdicts/torch-{release}.json`", where, f"{count} outcomes"))
     for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
         record = evidence.read(path)
-        where = record.provenance
-        rows.append(
-            (
-                f"`{path.relative_to(evidence.data_dir().parent)}`",
-                "recorded",
-                f"{where.device}, torch {where.torch}",
-                where.date,
-                f"{len(record.cells)} measurements",
-            )
-        )
+        name = f"`{path.relative_to(evidence.data_dir().parent)}`"
+        label = record.provenance.label.replace("recorded on", "recorded:")
+        rows.append((name, label, f"{len(record.cells)} measurements"))
     lines = [
         f"Built from revision `{verdicts._revision()}` with torch {verdicts.torch_release()} and "
         f"Python {platform.python_version()}.",
-        _table(("what", "how", "where", "when", "outcome"), rows),
+        _table(("what", "how, where and when", "outcome"), rows),
     ]
     return "\n\n".join(lines)
 

@@ -9,7 +9,10 @@ import io
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+STYLE = Path(__file__).with_name("report.mplstyle")
 
 
 def describe(fig: Figure, text: str) -> Figure:
@@ -39,8 +42,9 @@ def alt_text(fig: Figure) -> str:
 def svg(fig: Figure) -> str:
     """The figure as SVG, without a date, its alternative text as the picture's title."""
     buffer = io.StringIO()
-    title = alt_text(fig) or None
-    fig.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Title": title})
+    about = {"Date": None, "Title": alt_text(fig) or None}
+    with plt.style.context(STYLE):  # it also says how ids are made and texts are written
+        fig.savefig(buffer, format="svg", bbox_inches="tight", metadata=about)
     return buffer.getvalue()
 
 
@@ -50,7 +54,8 @@ def save(fig: Figure, path: Path) -> Path:
     if path.suffix == ".svg":
         path.write_text(svg(fig), encoding="utf-8")
     else:
-        fig.savefig(path, metadata={"Software": None, "Title": alt_text(fig)})
+        with plt.style.context(STYLE):
+            fig.savefig(path, metadata={"Software": None, "Title": alt_text(fig)})
     return path
 
 

@@ -30,6 +30,7 @@ UNLINKED = (
     nodes.rubric,
     nodes.raw,
     nodes.term,
+    nodes.thead,
     addnodes.pending_xref,
     addnodes.download_reference,
 )
