@@ -4,6 +4,15 @@ TORCH  ?= 2.11.0
 PYTHON ?= python3
 NB     ?=
 ARGS   ?=
+# PROFILE=gpu runs the experiments live on a GPU; without it they run on the CPU.
+PROFILE ?= cpu
+
+PROFILES := cpu gpu
+PROFILE_ARGS_cpu :=
+PROFILE_ARGS_gpu := -p device cuda
+ifeq ($(filter $(PROFILE),$(PROFILES)),)
+$(error PROFILE=$(PROFILE) is not known; there are: $(PROFILES))
+endif
 
 VENV  := .venv/torch-$(TORCH)
 BIN   := $(CURDIR)/$(VENV)/bin
@@ -15,16 +24,16 @@ RUN   := PATH="$(BIN):$$PATH" "$(BIN)/omni-kv"
 LOCKED := 2.11.0 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help report test lab notebook env lock lint format verdicts notebooks clean distclean
+.PHONY: help report test lab notebook env lock lint format verdicts figures notebooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
 	@echo "Usage: make TARGET [TORCH=$(TORCH)] [PYTHON=$(PYTHON)]"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-report: env ## Run every notebook and build the report from them
+report: env ## Run every notebook and build the report from them [PROFILE=gpu]
 	@rm -rf build/notebooks build/report
-	$(RUN) run --all-in-order --out build/notebooks
+	$(RUN) run --all-in-order $(PROFILE_ARGS_$(PROFILE)) $(ARGS) --out build/notebooks
 	$(RUN) report --executed build/notebooks --out build/report
 
 test: lint ## Lint, type check, tests, and the notebooks against their stored verdicts
@@ -62,6 +71,9 @@ format: env ## Format the code and fix what ruff can fix
 
 verdicts: env ## Record the notebooks' outcomes for this torch release
 	$(RUN) verdicts record $(NB) $(ARGS)
+
+figures: env ## Draw the README's pictures from the records
+	$(RUN) figures
 
 notebooks: env ## Execute the stored notebooks in place
 	$(RUN) stored $(NB)

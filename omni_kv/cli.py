@@ -207,6 +207,22 @@ def audit(
     context.exit(EXIT_CODES[report.verdict])
 
 
+@main.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder for the pictures; data/figures by default.",
+)
+def figures(out: Path | None) -> None:
+    """Draw the README's picture and the preview of links to the site, from the records."""
+    from omni_kv.site_figures import write_pictures
+    from omni_kv.verdicts import data_dir
+
+    for path in write_pictures(out or data_dir() / "figures"):
+        click.echo(path)
+
+
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
     """Say how each notebook went; exit with 1 if one failed."""
     for ran in done:

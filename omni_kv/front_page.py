@@ -22,15 +22,21 @@ happens where it does not crash? This report runs the same layer again, opens th
 stage, and holds every statement against a measurement."""
 
 
+TITLE = "# torch.compile and a paged KV pool"
+
+#: Prose pages that come before the notebooks.
+FIRST = ("in_short",)
+
+
 def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
-    """The front page.
+    """The site's front page.
 
     Args:
         runs: the executed notebooks, in order.
         pages: names of the prose pages.
     """
-    parts = [
-        "# torch.compile and a paged KV pool",
+    return _joined(
+        TITLE,
         HAPPENED,
         _picture(),
         "## The outcome",
@@ -39,13 +45,45 @@ def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
         "## The notebooks",
         _notebooks(runs),
         *_ledger(runs),
-        "## What ran, and what is on record",
-        _origins(runs),
-        _toctree("Start", [page for page in ("in_short",) if page in pages]),
+        *_origins(runs),
+        _toctree("Start", [page for page in pages if page in FIRST]),
         _toctree("Notebooks", [f"notebooks/{run.stem}" for run in runs]),
-        _toctree("Reference", [page for page in pages if page not in ("in_short", "index")]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        _toctree("Reference", [page for page in pages if page not in FIRST]),
+    )
+
+
+def paper_pages(runs: Sequence[Run], pages: Sequence[str]) -> dict[str, str]:
+    """The same for the paged report: a first page with the contents, and the rest as chapters.
+
+    What follows a section's heading on one page would become part of that section.
+
+    Args:
+        runs: the executed notebooks, in order.
+        pages: names of the prose pages.
+
+    Returns:
+        Pages by name.
+    """
+    first, last = [page for page in pages if page in FIRST], [p for p in pages if p not in FIRST]
+    ledger, origins = _joined(*_ledger(runs)), _joined(*_origins(runs))
+    made = {"statements": ledger, "origins": origins}
+    chapters = {name: text.replace("\n##", "\n#")[1:] for name, text in made.items() if text}
+    order = [*first, *(f"notebooks/{run.stem}" for run in runs), *chapters, *last]
+    chapters["index"] = _joined(
+        TITLE,
+        HAPPENED,
+        _picture(),
+        "**The outcome**",
+        _list(outcomes.outcome_lines()),
+        "**Contents**",
+        _list([f"{{doc}}`{name}`" for name in order]),
+        _toctree("", order),
+    )
+    return chapters
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n" if any(parts) else ""
 
 
 def fill_in(page: Path, runs: Sequence[Run]) -> None:
@@ -126,7 +164,7 @@ def _where(claim: Any, runs: Sequence[Run]) -> str:
     return f"({'; '.join(parts)})" if parts else ""
 
 
-def _origins(runs: Sequence[Run]) -> str:
+def _origins(runs: Sequence[Run]) -> list[str]:
     """What ran on this machine for this report, and what was recorded elsewhere."""
     from omni_kv import evidence
 
@@ -150,12 +188,12 @@ def _origins(runs: Sequence[Run]) -> str:
         name = f"`{path.relative_to(evidence.data_dir().parent)}`"
         label = record.provenance.label.replace("recorded on", "recorded:")
         rows.append((name, label, f"{len(record.cells)} measurements"))
-    lines = [
+    return [
+        "## What ran, and what is on record",
         f"Built from revision `{verdicts._revision()}` with torch {verdicts.torch_release()} and "
         f"Python {platform.python_version()}.",
         _table(("what", "how, where and when", "outcome"), rows),
     ]
-    return "\n\n".join(lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -172,4 +210,5 @@ def _cell(text: str) -> str:
 def _toctree(caption: str, names: Sequence[str]) -> str:
     if not names:
         return ""
-    return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```"
+    head = f":caption: {caption}\n" if caption else ""
+    return f"```{{toctree}}\n:hidden:\n{head}\n" + "\n".join(names) + "\n```"

@@ -17,10 +17,8 @@ from pathlib import Path
 from omni_kv.parameters import Refused
 from omni_kv.verdicts import PACKAGE_PARENT
 
-#: Where the site will be published; only the preview picture of links to it needs to know.
-SITE_VARIABLE = "OMNI_KV_SITE_URL"
-
 PDF_NAME = "omni-kv-report.pdf"
+PREVIEW_NAME = "link-preview.png"
 
 
 def prose_dir() -> Path:
@@ -51,22 +49,23 @@ def build_report(executed: Path, out: Path) -> Path:
         raise Refused(f"{prose_dir()} is missing: build the report from a checkout")
     with tempfile.TemporaryDirectory(prefix="omni-kv-report-") as scratch:
         work = Path(scratch)
-        stage(notebooks, work / "source")
-        _sphinx(work, "html", out / "html")
-        _sphinx(work, "singlehtml", work / "paged")
+        for builder, target in (("html", out / "html"), ("singlehtml", work / "paged")):
+            stage(notebooks, work / builder, paged=builder == "singlehtml")
+            _sphinx(work, builder, target)
         told = write_pdf(work / "paged" / "index.html", out / PDF_NAME, _epoch())
     print(told)
     return out / "html" / "index.html"
 
 
-def stage(notebooks: list[Path], source: Path) -> None:
+def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
     """Lay out what Sphinx reads: prose, notebooks, pictures and the front page.
 
     Args:
         notebooks: the executed notebooks, in order.
         source: folder to make.
+        paged: for the PDF, where all pages become one.
     """
-    from omni_kv.front_page import fill_in, front_page
+    from omni_kv.front_page import fill_in, front_page, paper_pages
     from omni_kv.report_pages import for_site, run_of
     from omni_kv.site_figures import write_pictures
 
@@ -76,11 +75,14 @@ def stage(notebooks: list[Path], source: Path) -> None:
     runs = [run_of(path) for path in notebooks]
     for path, run in zip(notebooks, runs, strict=True):
         for_site(path, run, source / "notebooks" / path.name)
-    write_pictures(source / "pictures")
+    write_pictures(source / "pictures", ".svg")
+    (source / "pictures" / PREVIEW_NAME).rename(source / "static" / PREVIEW_NAME)
     pages = sorted(page.stem for page in source.glob("*.md"))
     for page in pages:
         fill_in(source / f"{page}.md", runs)
-    (source / "index.md").write_text(front_page(runs, pages), encoding="utf-8")
+    made = paper_pages(runs, pages) if paged else {"index": front_page(runs, pages)}
+    for name, text in made.items():
+        (source / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def _sphinx(work: Path, builder: str, target: Path) -> None:
@@ -88,7 +90,7 @@ def _sphinx(work: Path, builder: str, target: Path) -> None:
     built = work / "built" / builder
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", builder]
     command += ["-t", "paged"] if builder == "singlehtml" else []
-    command += ["-d", str(work / f"doctrees-{builder}"), str(work / "source"), str(built)]
+    command += ["-d", str(work / f"doctrees-{builder}"), str(work / builder), str(built)]
     env = os.environ | {
         "SOURCE_DATE_EPOCH": str(_epoch()),
         "PYTHONHASHSEED": "0",
@@ -99,7 +101,7 @@ def _sphinx(work: Path, builder: str, target: Path) -> None:
     }
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     if ran.returncode:
-        lines = (ran.stderr or ran.stdout).replace(str(work / "source") + os.sep, "").splitlines()
+        lines = (ran.stderr or ran.stdout).replace(str(work / builder) + os.sep, "").splitlines()
         print("\n".join(lines), file=sys.stderr)
         if "No module named sphinx" in ran.stderr:
             raise Refused("Sphinx is missing: pip install 'omni-kv[docs]'")

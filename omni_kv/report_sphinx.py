@@ -136,6 +136,23 @@ def _close_fold(self: Any, node: Fold) -> None:
     self.body.append("</details>\n")
 
 
+def _inline_formula(self: Any, node: nodes.math) -> None:
+    self.body.append(_mathml(node.astext(), "inline"))
+    raise nodes.SkipNode
+
+
+def _formula(self: Any, node: nodes.math_block) -> None:
+    self.body.append(f'<div class="formula">{_mathml(node.astext(), "block")}</div>\n')
+    raise nodes.SkipNode
+
+
+def _mathml(latex: str, display: str) -> str:
+    """Formulas as MathML, which browsers draw themselves: MathJax would come from another host."""
+    from latex2mathml.converter import convert
+
+    return convert(latex.replace(r"\_", "_"), display=display)
+
+
 class FoldedAnswers(SphinxTransform):
     """Turn admonitions of the class ``dropdown`` into folds."""
 
@@ -151,10 +168,31 @@ class FoldedAnswers(SphinxTransform):
             box.replace_self(Fold("", *box.children, summary=escape(title.astext())))
 
 
+def _link_preview(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """Say what a link to the page looks like elsewhere; the picture needs the site's address."""
+    site = app.config.html_baseurl.rstrip("/")
+    properties = {
+        "og:title": f"{context.get('title') or app.config.html_title}",
+        "og:site_name": app.config.html_title,
+        "og:type": "article",
+        "og:description": "Why the clone is made, why it crashes, and what to do about it.",
+    }
+    if site:
+        properties["og:image"] = f"{site}/_static/link-preview.png"
+        properties["og:url"] = f"{site}/{page}.html"
+    tags = (f'<meta property="{k}" content="{escape(v)}">' for k, v in properties.items())
+    card = '<meta name="twitter:card" content="summary_large_image">'
+    context["metatags"] = "\n".join([context.get("metatags", ""), *tags, card])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register all of it with Sphinx."""
     app.add_node(Fold, html=(_open_fold, _close_fold))
+    app.add_html_math_renderer("mathml", (_inline_formula, None), (_formula, None))
     app.add_transform(AlternativeTexts)
     app.add_transform(FoldedAnswers)
     app.add_post_transform(GlossaryLinks)
+    app.connect("html-page-context", _link_preview)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

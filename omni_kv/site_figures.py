@@ -97,15 +97,19 @@ def _draw(ax: Axes, geometry: Geometry, rows: list[tuple[str, str]]) -> None:
                     (end, row), length - inside, 0.72, facecolor=RED, hatch="///", edgecolor="w"
                 )
             )
-        ax.text(first + inside / 2, row + 0.36, f"{length:.2f} GiB", ha="center", va="center")
+        whole = "K and V, " if first == 0 else "V, " if length > inside else ""
+        ax.text(
+            first + inside / 2, row + 0.36, f"{whole}{inside:.2f} GiB", ha="center", va="center"
+        )
         if length > inside:
             ax.text(
                 end + (length - inside) / 2,
                 row + 0.36,
-                "read out of bounds",
+                f"{length - inside:.2f} GiB out of bounds",
                 ha="center",
                 va="center",
                 weight="bold",
+                size="small",
                 bbox={"facecolor": "w", "edgecolor": "none", "pad": 2},
             )
     ax.set(
@@ -123,7 +127,7 @@ def link_preview() -> Figure:
     """Draw the picture that goes with links to the site: 1280 x 640 pixels."""
     geometry = preset(PULL_REQUEST)
     with plt.style.context(STYLE):
-        plt.rcParams.update({"font.size": 13})
+        plt.rcParams.update({"font.size": 11})
         fig = plt.figure(figsize=(8, 4), layout="none")
         fig.text(0.05, 0.87, "torch.compile and a paged KV pool", size=23, weight="bold")
         fig.text(0.05, 0.785, "Why the clone is made, why it crashes, and what to do", size=14)
@@ -132,11 +136,15 @@ def link_preview() -> Figure:
     return describe(fig, "What the clone of V reads, at the pull request's sizes")
 
 
-def write_pictures(folder: Path) -> list[Path]:
-    """Draw every picture of the site into a folder."""
+def write_pictures(folder: Path, suffix: str = ".png") -> list[Path]:
+    """Draw the figure and the preview of links into a folder.
+
+    Args:
+        folder: made if need be.
+        suffix: ``.png`` or ``.svg``, for the figure; the preview is a bitmap, as sites want it.
+    """
     drawn = [
-        save(what_the_clone_reads(), folder / "what-the-clone-reads.svg"),
-        save(what_the_clone_reads(), folder / "what-the-clone-reads.png"),
+        save(what_the_clone_reads(), folder / f"what-the-clone-reads{suffix}"),
         save(link_preview(), folder / "link-preview.png"),
     ]
     plt.close("all")

@@ -20,7 +20,7 @@ nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
 nb_output_stderr = "show"
 nb_ipywidgets_js = {}  # would come from another host
-myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -32,6 +32,7 @@ html_show_sphinx = False
 html_last_updated_fmt = None
 html_show_search_summary = False  # would read the pages over HTTP: search works from file:// too
 html_permalinks_icon = "#"
+html_math_renderer = "mathml"
 html_domain_indices = False
 html_use_index = False
 html_baseurl = os.environ.get("OMNI_KV_SITE_URL", "")
