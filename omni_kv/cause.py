@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -177,6 +178,32 @@ class Measurement:
             and self.explained == self.elements > 0
             and self.foreign == foreign
         )
+
+
+def measurements_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
+    """Predictions and runs side by side, one row a placement."""
+    rows = []
+    for m in measurements:
+        p = m.placement
+        prediction = predict(p, m.counts_from or "storage start")
+        rows.append(
+            {
+                "layout": p.name,
+                "shape": p.shape,
+                "dtype": p.dtype,
+                "kernel counts from": m.counts_from or "no clone",
+                "clone reads": m.extent,
+                "predicted outside": f"{prediction.nbytes_outside(p):,} bytes",
+                "first bad byte": prediction.first_bad_byte,
+                "page at the prediction": m.at_prediction,
+                "one element earlier": m.one_earlier or "not tried: nothing is outside",
+                "explained": m.explained,
+                "of": m.elements,
+                "from outside": m.foreign,
+                "prediction": "confirmed" if m.confirms() else "CONTRADICTED",
+            }
+        )
+    return pd.DataFrame(rows).astype({"first bad byte": "Int64"}).set_index("layout")
 
 
 #: The op writes this many slots in ``measure``, the first ones.
