@@ -25,6 +25,7 @@ class CrashCase(Strict):
         allocator: value of ``PYTORCH_CUDA_ALLOC_CONF``; empty is torch's default.
         launch_blocking: whether ``CUDA_LAUNCH_BLOCKING=1`` is set.
         neighbour: whether a tensor filled with 7 is allocated just after the pools.
+        host_neighbour: whether host memory of V's size, filled with 7, is allocated after them.
         before: what happens first: nothing; 4 GiB are allocated and freed; weights are loaded as
             float32 and converted; the same and then ``empty_cache()``.
         static_address: whether ``mark_static_address`` is called on the pools.
@@ -41,6 +42,7 @@ class CrashCase(Strict):
     allocator: str = ""
     launch_blocking: bool = False
     neighbour: bool = False
+    host_neighbour: bool = False
     before: Literal["nothing", "4 GiB freed", "float32 load", "float32 load, empty_cache"] = (
         "nothing"
     )
@@ -50,6 +52,7 @@ class CrashCase(Strict):
     cache: str = "fresh"
 
 
+Behind = Literal["nothing", "the clone", "the neighbour", "the allocator's memory", "host memory"]
 CrashOutcome = Literal[
     "right", "V corrupted", "illegal memory access", "raised", "killed", "timed out"
 ]
@@ -69,11 +72,12 @@ class CrashRun(Strict):
         configs: how many configurations of each Triton kernel were timed against each other.
         rows: rows of V.
         rows_wrong: rows of V that differ from the eager layer's; None if the run did not end.
-        rows_neighbour: rows of V that hold the neighbour's value.
+        rows_neighbour: rows of V that hold a neighbour's value.
         released_bytes: what ``empty_cache()`` gave back.
         overread_bytes: bytes behind V that the kernel that clones V is about to read.
-        mapped_bytes: bytes behind V without a gap, by the allocator's segments at that moment.
-        behind: what begins where V ends.
+        mapped_bytes: bytes behind V without a gap, by the allocator's segments at that moment and,
+            where the device reads host memory, by the process' own map.
+        behind: what that memory is.
         predicted: from these, before the kernel has run; for separate pools, from the layout.
         seconds: wall-clock time of the child.
     """
@@ -93,7 +97,7 @@ class CrashRun(Strict):
     released_bytes: int | None = None
     overread_bytes: int | None = None
     mapped_bytes: int | None = None
-    behind: Literal["nothing", "the clone", "the neighbour", "other"] | None = None
+    behind: Behind | None = None
     predicted: Literal["illegal memory access", "V corrupted", "right"] | None = None
     seconds: float
 

@@ -6,17 +6,17 @@ cache, of its own. ``crash_run`` is what to call; ``_in_child`` may bring its pr
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from omni_kv.evidence_cells import CrashCase, CrashRun, SanitizerRun
+from omni_kv.evidence_cells import CrashCase, CrashRun
 from omni_kv.geometry import Geometry
 from omni_kv.isolation import run_isolated
 from omni_kv.model import VideoTransformer, make_model, rope_3d
@@ -56,6 +56,27 @@ def mapped_behind(segments: Iterable[Segment], address: int) -> int:
         if start <= end < start + size:
             end = start + size
     return end - address
+
+
+def host_segments() -> list[Segment]:
+    """The stretches of host memory that this process may read."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        bounds, permissions = line.split()[:2]
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        if permissions.startswith("r"):
+            found.append((start, end - start))
+    return found
+
+
+def reads_host_memory() -> bool:
+    """Whether the device reads ordinary host memory by its address, without a fault."""
+    pageable_memory_access = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+    answer = ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    device = torch.cuda.current_device()
+    driver.cuDeviceGetAttribute(ctypes.byref(answer), pageable_memory_access, device)
+    return bool(answer.value)
 
 
 def predict(
@@ -120,11 +141,13 @@ def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any
         neighbour = None
         if case.neighbour:
             neighbour = torch.full((2 * g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype)
+    in_host_memory = None
+    if case.host_neighbour:
+        in_host_memory = torch.full((g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype, device="cpu")
     _limit_headroom(case.headroom_gib)
     step = OneLayerStep(model, pools, device)
-    for pool in (pools.keys[0], pools.values[0]):
-        pool.normal_()
-    before = pools.values[0].to("cpu", copy=True)
+    pools.keys[0].normal_()
+    _fill(pools.values[0])
     if case.static_address:
         for view in (pools.key_slots(0), pools.value_slots(0)):
             torch._dynamo.mark_static_address(view)
@@ -144,11 +167,11 @@ def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any
         found["error"] = _short(f"{type(error).__name__}: {error}".splitlines()[0])
         found["frames"] = _frames(error)
     else:
-        wrong, foreign = _rows(step, before)
+        wrong, foreign = _rows(step)
         found |= {"rows": g.num_slots, "rows_wrong": wrong, "rows_neighbour": foreign}
         found["outcome"] = "V corrupted" if wrong else "right"
     found["clones"] = _large_buffers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), g.pool_numel)
-    del loaded, neighbour
+    del loaded, neighbour, in_host_memory
     return found
 
 
@@ -243,13 +266,17 @@ def _look_behind(
     end = value.data_ptr() + value.nbytes
     segments = [(s["address"], s["total_size"]) for s in torch.cuda.memory_snapshot()]
     mapped, overread = mapped_behind(segments, end), clone.nbytes - value.nbytes
-    behind = "other"
-    if mapped == 0:
-        behind = "nothing"
-    elif clone.data_ptr() == end:
+    behind = "nothing"
+    if clone.data_ptr() == end:
         behind = "the clone"
     elif neighbour is not None and neighbour.data_ptr() == end:
         behind = "the neighbour"
+    elif mapped >= overread:
+        behind = "the allocator's memory"
+    elif reads_host_memory():
+        # Host and device share one range of addresses, and this device reads the host's pages too.
+        mapped = mapped_behind(segments + host_segments(), end)
+        behind = "host memory" if mapped >= overread else behind
     return {
         "overread_bytes": overread,
         "mapped_bytes": mapped,
@@ -258,23 +285,29 @@ def _look_behind(
     }
 
 
-def _rows(step: OneLayerStep, before: torch.Tensor) -> tuple[int, int]:
-    """How many rows of V are wrong, and how many hold the neighbour's value.
+def _fill(value: torch.Tensor) -> torch.Tensor:
+    """Fill V with random numbers, the same each time; no copy of them need be kept meanwhile."""
+    return value.normal_(generator=torch.Generator(value.device).manual_seed(7))
+
+
+def _rows(step: OneLayerStep) -> tuple[int, int]:
+    """How many rows of V are wrong, and how many hold a neighbour's value.
 
     Rows that the step did not write must be as before; those that it wrote, as the eager layer
     writes them. Eager and compiled layers differ by rounding, so a row counts as wrong if it is off
     by more than a tenth of its norm, or is not finite.
     """
-    value = step.pools.values[0].flatten(0, 1)
-    got = value.to("cpu", copy=True)
+    value = step.pools.values[0]
+    got = value.clone().flatten(0, 1)
     with torch.compiler.set_stance("force_eager"):
         step.run()
-    expected = before.flatten(0, 1)
     slots = step.window.slot_mapping
-    expected[slots.cpu()] = value[slots].cpu()
+    written = value.flatten(0, 1)[slots]
+    expected = _fill(value).flatten(0, 1)
+    expected[slots] = written
     wrong = foreign = 0
     for some, right in zip(got.split(4096), expected.split(4096), strict=True):
-        a, b = (t.to(value.device).float().flatten(1) for t in (some, right))
+        a, b = some.float().flatten(1), right.float().flatten(1)
         close = (a - b).norm(dim=1) <= 0.1 * b.norm(dim=1)
         wrong += int((~close).sum())
         foreign += int((a == NEIGHBOUR).all(dim=1).sum())
@@ -314,95 +347,3 @@ def _short(text: str) -> str:
 def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
-
-
-def sanitizer_run(name: str, geometry: Geometry, timeout: float = 400.0) -> SanitizerRun:
-    """Run the layer under compute-sanitizer and read its first report.
-
-    The pool has the preset's size; the chunk has few tokens, since everything runs many times
-    slower under the tool. Each tensor gets an allocation of its own, so that the "nearest
-    allocation" in the report is the pool.
-
-    Raises:
-        RuntimeError: if the tool is not there or reports nothing.
-    """
-    return run_isolated(
-        _sanitize,
-        name,
-        geometry,
-        timeout=timeout,
-        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    ).unwrap()
-
-
-def _sanitize(name: str, geometry: Geometry) -> SanitizerRun:
-    import shutil
-    import subprocess
-
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        raise RuntimeError("compute-sanitizer is not on the PATH")
-    code = f"from omni_kv.gpu_experiments import _sanitized; _sanitized({geometry.name!r})"
-    command = [tool, "--tool", "memcheck", "--print-limit", "3", sys.executable, "-c", code]
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return read_sanitizer(name, output)
-
-
-def _sanitized(preset_name: str) -> None:
-    from omni_kv.geometry import preset
-
-    torch.set_grad_enabled(False)
-    g = few_tokens(preset(preset_name))
-    pools = make_pools(g, "shared", device="cuda")
-    end = pools.values[0].data_ptr() + pools.values[0].nbytes
-    print(f"POOL {g.pool_numel} {end}", flush=True)
-    step = OneLayerStep(make_model(g, backend="sdpa", device="cuda"), pools, "cuda")
-    step.model.compile_layers()
-    step.run()
-    torch.cuda.synchronize()
-
-
-def few_tokens(geometry: Geometry) -> Geometry:
-    """One narrow layer with a pool of the preset's size and four tokens a frame."""
-    g = sized(geometry, "page")
-    frames = -(-geometry.num_slots // g.tokens_per_frame)
-    return g.replace(pool_frames=frames, ffn_dim=geometry.head_dim)
-
-
-def read_sanitizer(name: str, output: str) -> SanitizerRun:
-    """Read memcheck's report of the first bad access.
-
-    Args:
-        name: what to call it in the record.
-        output: what the tool printed, with the line that ``_sanitized`` prints.
-
-    Raises:
-        RuntimeError: if there is no such report.
-    """
-    plain = output.replace(",", "")
-    patterns: Sequence[str] = (
-        r"POOL (\d+) (\d+)",
-        r"(Invalid __global__ \w+) of size (\d+) bytes",
-        r"\n=+ +at (\w+)\+",
-        r"(?:Access to|Address) 0x([0-9a-f]+) is out of bounds",
-        r"is (\d+) bytes after the nearest allocation at 0x([0-9a-f]+) of size (\d+) bytes",
-        r"ERROR SUMMARY: (\d+) error",
-    )
-    matches = [re.search(pattern, plain) for pattern in patterns]
-    if None in matches:
-        missing = patterns[matches.index(None)]
-        raise RuntimeError(f"no {missing!r} in compute-sanitizer's output:\n{output[-2000:]}")
-    pool, verdict, kernel, address, nearest, errors = (m.groups() for m in matches if m)
-    return SanitizerRun(
-        name=name,
-        verdict=f"{verdict[0]} of size {verdict[1]} bytes",
-        kernel=kernel[0],
-        access_bytes=int(verdict[1]),
-        address=int(address[0], 16),
-        distance_bytes=int(nearest[0]),
-        allocation_address=int(nearest[1], 16),
-        allocation_bytes=int(nearest[2]),
-        pool_numel=int(pool[0]),
-        value_pool_end=int(pool[1]),
-        errors=int(errors[0]),
-    )

@@ -77,8 +77,10 @@ CRASHES: dict[str, dict[str, CrashCase]] = {
         "default, exact": CrashCase(),
         "default, exact, neighbour": CrashCase(neighbour=True),
         "default, exact, after 4 GiB freed": CrashCase(before="4 GiB freed"),
+        "default, exact, host memory": CrashCase(host_neighbour=True),
         "default, small": CrashCase(size="small"),
         "default, small, neighbour": CrashCase(size="small", neighbour=True),
+        "default, small, host memory": CrashCase(size="small", host_neighbour=True),
         "default, page": CrashCase(size="page"),
         "default, 1.5x": CrashCase(size="1.5x"),
         "rounded to powers of 2, exact": CrashCase(allocator=ROUNDED),
@@ -94,6 +96,7 @@ CRASHES: dict[str, dict[str, CrashCase]] = {
     },
     "hypotheses": {
         "1: float32 load, blocks cached": CrashCase(before="float32 load"),
+        "1: 4 GiB cached": CrashCase(before="4 GiB freed"),
         "1: float32 load, empty_cache": CrashCase(before="float32 load, empty_cache"),
         "2: dynamic=None": CrashCase(),
         "2: dynamic=False": CrashCase(dynamic=False),
@@ -284,7 +287,7 @@ def _stale_cache(plan: Plan) -> list[Strict]:
 
 
 def _sanitizer(plan: Plan) -> list[Strict]:
-    from omni_kv.gpu_experiments import sanitizer_run
+    from omni_kv.gpu_sanitizer import sanitizer_run
 
     return [sanitizer_run("memcheck", plan.geometry)]
 
