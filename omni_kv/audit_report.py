@@ -212,6 +212,9 @@ class AuditReport(BaseModel):
     def __str__(self) -> str:
         return "\n".join(_text(self))
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         return _html(self)
 

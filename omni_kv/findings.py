@@ -214,16 +214,29 @@ def kernel_lines(code: str, reads: str, writes: str) -> list[str]:
         names = [part.strip() for part in call[2].split(",")] if call is not None else []
         if call is None or reads not in names or writes not in names:
             continue
-        start = next((i for i, text in enumerate(lines) if text.startswith(f"{call[1]} = ")), None)
-        pointer = rf"\bin_ptr{names.index(reads)}\s*[\[+]|\bin_ptr{names.index(reads)} \+"
-        loads = []
-        for text in lines[start or 0 :]:
-            if text.startswith("''', ") or text.startswith("''')"):
-                break
-            if re.search(pointer, text):
-                loads.append(text.strip())
+        source = kernel_text(code, call[1])
+        pointer = _parameters(source)[names.index(reads)]
+        loads = [text.strip() for text in source if re.search(rf"\b{pointer}( \+|\[)", text)]
         return [line.strip(), *loads]
     return []
+
+
+def kernel_text(code: str, name: str) -> list[str]:
+    """Lines of one kernel's source, as it stands in the generated code between triple quotes."""
+    lines = code.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith(f"{name} = ")), None)
+    if start is None:
+        return []
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("'''"))
+    return lines[start + 1 : end]
+
+
+def _parameters(source: list[str]) -> list[str]:
+    """Names of a kernel's parameters, in the order of the arguments that it is called with."""
+    text = "\n".join(source)
+    signature = re.search(r"(?:void\s+kernel|def triton_\w+)\(([^)]*)\)", text)
+    parts = signature[1].split(",") if signature is not None else []
+    return [re.split(r"[\s*]+", part.split(":")[0].strip())[-1] for part in parts]
 
 
 def _compare_view(
@@ -333,6 +346,28 @@ def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: 
             Op(name=target_name(made.target), kind="ATen", graph=number, arguments=[argument])
         )
     return ops
+
+
+def summary_of(graph: GraphCapture) -> dict[str, dict[str, Any]]:
+    """What matters of each mutated argument of a graph, in plain types, for a table or a verdict.
+
+    ``reads`` are the first and last element that the clone's kernel reads, counted from the
+    argument's pointer; ``outside`` how many of them lie outside the storage; ``op is handed`` by
+    how many elements what the op gets lies off.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for op in ops_of(graph):
+        for argument in op.arguments:
+            row: dict[str, Any] = {"outcome": argument.outcome, "cause": argument.cause}
+            clone = argument.clone
+            if clone is not None:
+                row["elements cloned"] = clone.elements
+                row["elements of its own"] = clone.argument_elements
+                row["reads"] = [clone.first, clone.last]
+                row["outside"] = (clone.outside_before or 0) + (clone.outside_after or 0)
+            row["op is handed"] = argument.shift
+            rows[argument.name] = row
+    return rows
 
 
 def aliases_of(graph: GraphCapture) -> list[Alias]:

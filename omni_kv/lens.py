@@ -157,6 +157,7 @@ class _Recorder:
         self.until = until
         self.lens = lens
         self.graphs: list[GraphCapture] = []
+        self.graph: GraphCapture
         self.sources: list[str] = []
         self.loops: list[tuple[str, tuple[str, ...], list[Any]]] = []
         self.passed: list[PassedView] = []
@@ -165,14 +166,15 @@ class _Recorder:
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        graph = GraphCapture(dynamo_graph=_copy(gm.graph))
-        self.graphs.append(graph)
+        self.graph = graph = GraphCapture(dynamo_graph=_copy(gm.graph))
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.sources = [input_name(node, self.fn) for node in placeholders]
         self.loops, self.passed = [], []
         compile_fx(gm, example_inputs, inner_compile=self.inner_compile)
 
         def stand_in(*inputs: Any) -> Any:
+            # Dynamo may compile more than once before it is content: the graph that counts is run.
+            self.graphs.append(graph)
             if self.lens:
                 read_inputs(graph, inputs, self.sources)
                 graph.kernels = kernels_of(self.loops, graph)
@@ -193,8 +195,8 @@ class _Recorder:
         if options.get("is_backward"):
             return never_run
         if self.lens:
-            self.graphs[-1].aot_forward_graph = _copy(gm.graph)
-            self.graphs[-1].is_inference = bool(options.get("is_inference"))
+            self.graph.aot_forward_graph = _copy(gm.graph)
+            self.graph.is_inference = bool(options.get("is_inference"))
         with contextlib.suppress(_Stop):
             compile_fx_inner(gm, example_inputs, **options)
         return never_run
@@ -202,7 +204,7 @@ class _Recorder:
     def reinplace(self, passes: Callable[..., None], updater: Any, graph: fx.Graph) -> None:
         if self.depth != 1 or not self.lens:  # the graph of a higher-order op's branch
             return passes(updater, graph)
-        taken = self.graphs[-1]
+        taken = self.graph
         taken.post_grad_before_reinplace = _copy(graph)
         with watch_pass() as decisions:
             passes(updater, graph)
@@ -221,7 +223,7 @@ class _Recorder:
         if self.depth:
             return
         if self.lens:
-            self.graphs[-1].post_grad_after_decomposition = _copy(gm.graph)
+            self.graph.post_grad_after_decomposition = _copy(gm.graph)
         if self.until == "graph":
             raise _Stop
 
@@ -233,7 +235,7 @@ class _Recorder:
         return nodes
 
     def code(self, code: str) -> None:
-        self.graphs[-1].generated_code = code
+        self.graph.generated_code = code
         raise _Stop
 
 
