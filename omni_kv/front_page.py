@@ -109,7 +109,7 @@ def _picture() -> str:
     from omni_kv.site_figures import what_the_clone_reads
 
     alt = alt_text(what_the_clone_reads())
-    return f"```{{image}} pictures/what-the-clone-reads.svg\n:alt: {alt}\n:width: 100%\n```"
+    return f"```{{image}} pictures/what-the-clone-reads.svg\n:alt: {alt}\n```"
 
 
 def _list(lines: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ def alt_text(fig: Figure) -> str:
 def svg(fig: Figure) -> str:
     """The figure as SVG, without a date, its alternative text as the picture's title."""
     buffer = io.StringIO()
-    about = {"Date": None, "Title": alt_text(fig) or None}
+    about = {"Date": None} | ({"Title": text} if (text := alt_text(fig)) else {})
     with plt.style.context(STYLE):  # it also says how ids are made and texts are written
         fig.savefig(buffer, format="svg", bbox_inches="tight", metadata=about)
     return buffer.getvalue()

@@ -74,7 +74,7 @@ def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
     (source / "notebooks").mkdir()
     runs = [run_of(path) for path in notebooks]
     for path, run in zip(notebooks, runs, strict=True):
-        for_site(path, run, source / "notebooks" / path.name)
+        for_site(path, run, source / "notebooks" / path.name, paged=paged)
     write_pictures(source / "pictures", ".svg")
     (source / "pictures" / PREVIEW_NAME).rename(source / "static" / PREVIEW_NAME)
     pages = sorted(page.stem for page in source.glob("*.md"))

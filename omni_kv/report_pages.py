@@ -89,17 +89,18 @@ def _paragraph(text: str, label: str) -> str:
     return " ".join(found[1].split()) if found else ""
 
 
-def for_site(path: Path, run: Run, target: Path) -> None:
+def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None:
     """Write a copy of an executed notebook for Sphinx, with the run's parameters below its title.
 
-    What is of this machine alone (paths, addresses, progress bars) is left out.
+    What is of this machine alone (paths, addresses, progress bars) is left out. On paper there is
+    nothing to download.
     """
     nb = strip(nbformat.read(path, as_version=4))
     for cell in nb.cells:
         _texts_of_pictures(cell)
     at = next((i for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), -1) + 1
     # An id of its own would differ in every build.
-    nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run), id="this-run"))
+    nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run, download=not paged), id="this-run"))
     nbformat.write(nb, target)
 
 
@@ -112,7 +113,7 @@ def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
             cell.metadata["mystnb"] = {"image": {"alt": " ".join(text.split())}}
 
 
-def _box(run: Run) -> str:
+def _box(run: Run, download: bool) -> str:
     parameters = ", ".join(f"`{name} = {value!r}`" for name, value in run.parameters.items())
     lines = [
         ":::{admonition} This run",
@@ -123,7 +124,7 @@ def _box(run: Run) -> str:
         + ".",
         f"Parameters: {parameters}." if parameters else "No parameters.",
         _verdicts(run),
-        f"{{download}}`The executed notebook <{run.stem}.ipynb>`.",
+        f"{{download}}`The executed notebook <{run.stem}.ipynb>`." if download else "",
         ":::",
     ]
     return "\n".join(line for line in lines if line)
