@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from omni_kv import verdicts
+
+if TYPE_CHECKING:
+    from omni_kv.evidence import Record
 
 #: What is asked of notebook 02's records, in the order in which the story goes.
 QUESTIONS = (
@@ -67,29 +71,55 @@ def outcome_lines() -> list[str]:
 def gpu_lines() -> list[str]:
     """What was recorded on a GPU at the pull request's sizes, one line for each device."""
     from omni_kv import evidence
+
+    records: dict[str, list[evidence.Record]] = {}
+    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
+        records.setdefault(path.parent.name, []).append(evidence.read(path))
+    lines = []
+    for found in records.values():
+        told = [*_crashes(found), *_step(found)]
+        if told:
+            where = found[0].provenance
+            label = f"{where.device}, torch {where.torch.split('+')[0]}"
+            lines.append(f"**At full size on a GPU** (recorded on {label}). {' '.join(told)}")
+    return lines
+
+
+def _crashes(records: Sequence[Record]) -> Iterator[str]:
+    """How the compiled layers over shared halves ended."""
     from omni_kv.evidence_cells import CrashRun
 
-    lines = []
-    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
-        record = evidence.read(path)
-        runs = [run for run in record.of(CrashRun).values() if run.case.compiled]
-        shared = [run.outcome for run in runs if run.case.layout == "shared"]
-        exact = [
-            run
-            for run in runs
-            if run.case.layout == "shared" and run.case.size == "exact" and not run.case.allocator
+    for layout, told in (("shared", "one allocation"), ("separate", "two allocations")):
+        runs = [
+            run.outcome
+            for record in records
+            for run in record.of(CrashRun).values()
+            if run.case.compiled and run.case.layout == layout and run.case.cache == "fresh"
         ]
-        if not exact:
+        if runs:
+            counted = (f"{runs.count(how)} times {how}" for how in dict.fromkeys(sorted(runs)))
+            yield f"Over {told}, {len(runs)} compiled runs: {', '.join(counted)}."
+
+
+def _step(records: Sequence[Record]) -> Iterator[str]:
+    """What a denoising step over separate pools takes, in the fastest backend, and in eager."""
+    from omni_kv.evidence_cells import Timing
+
+    for record in records:
+        if record.experiment != "step":
             continue
-        crashed = shared.count("illegal memory access")
-        corrupted = shared.count("V corrupted")
-        lines.append(
-            f"**On a GPU, at full size** ({record.provenance.label}). Of {len(shared)} compiled "
-            f"runs over shared halves {crashed} ended with an illegal memory access and "
-            f"{corrupted} with a corrupted V."
+        medians = {name: median(t.seconds) * 1e3 for name, t in record.of(Timing).items()}
+        compiled = {n: ms for n, ms in medians.items() if n.endswith("/compiled separate")}
+        if not compiled:
+            continue
+        fastest = min(compiled, key=lambda name: compiled[name])
+        eager = medians.get(fastest.replace("compiled", "eager"))
+        told = f"A denoising step over two allocations takes {compiled[fastest]:.0f} ms compiled"
+        yield (
+            told
+            + (f", {eager:.0f} ms in eager" if eager else "")
+            + (f" ({fastest.partition('/')[0]}).")
         )
-        break
-    return lines
 
 
 def _sentence(parts: list[str]) -> str:
