@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import pandas as pd
 import torch
 
+from omni_kv.attention import choose_backend
+from omni_kv.evidence import provenance
 from omni_kv.evidence_cells import Timing
-from omni_kv.geometry import Geometry
+from omni_kv.geometry import Geometry, preset
 from omni_kv.gpu_measure import (
     FullStep,
     Thunk,
@@ -137,3 +139,20 @@ def bench_table(cells: list[Timing]) -> pd.DataFrame:
             "GB/s": (cell.nbytes or float("nan")) / median / 1e9,
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def bench_command(preset_name: str, device: str, backends: Sequence[str], samples: int) -> str:
+    """The table that ``omni-kv bench`` prints, and where it was measured.
+
+    Raises:
+        ValueError: if there is no such preset, or a backend cannot be used.
+    """
+    geometry = preset(preset_name)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"no device {device!r} here; take --device cpu --preset tiny")
+    chosen = [
+        choose_backend(name, for_backend(geometry, name), device) for name in backends or ("auto",)
+    ]
+    table = bench_table(measure_pieces(geometry, device, chosen, samples)).round(3)
+    label = provenance(device, "omni-kv bench").label.replace("recorded on ", "")
+    return f"{table.to_string()}\n{geometry.name}, {label}"

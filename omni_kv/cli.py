@@ -223,6 +223,55 @@ def figures(out: Path | None) -> None:
         click.echo(path)
 
 
+@main.command("record")
+@click.option("--preset", default="lingbot-480x768", show_default=True, help="Sizes to measure.")
+@click.option("--device", default="cuda", show_default=True, help="cpu is for trying it out.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Folder for the records; by default data/evidence/<device>-torch<version>.",
+)
+@click.option(
+    "--only", "names", multiple=True, metavar="EXPERIMENT", help="One experiment; repeatable."
+)
+def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str, ...]) -> None:
+    """Run the GPU experiments and write one evidence record each.
+
+    Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
+    is still missing. 2: refused, nothing was measured.
+    """
+    from omni_kv.record import record_command
+
+    try:
+        missing = record_command(preset, device, out, names, click.echo)
+    except ValueError as error:
+        raise Refusal(" ".join(str(error).split())) from error
+    if missing:
+        click.echo(f"not complete: {', '.join(missing)}", err=True)
+        raise SystemExit(1)
+
+
+@main.command("bench")
+@click.option("--preset", default="lingbot-480x768", show_default=True, help="Sizes to measure.")
+@click.option("--device", default="cuda", show_default=True)
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    help="Attention backend; repeatable. By default the fastest that can be had.",
+)
+@click.option("--samples", type=click.IntRange(1), default=10, show_default=True)
+def bench_pieces(preset: str, device: str, backends: tuple[str, ...], samples: int) -> None:
+    """Time the op and one layer against the floor measured in the same run."""
+    from omni_kv.bench import bench_command
+
+    try:
+        click.echo(bench_command(preset, device, backends, samples))
+    except ValueError as error:
+        raise Refusal(" ".join(str(error).split())) from error
+
+
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
     """Say how each notebook went; exit with 1 if one failed."""
     for ran in done:

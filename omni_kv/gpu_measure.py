@@ -188,19 +188,39 @@ def measure_step(
     """One step with one backend: eager and compiled, by kernel, and against each other."""
     torch.set_grad_enabled(False)
     g = for_backend(geometry, backend)
-    cells = ceilings(g, device)
     model = make_model(g, backend=backend, device=device)
-    step = FullStep(model, make_pools(g, layout, device=device), device)
-    eager_output = step()
     model.compile_layers()
-    label = f"{backend}/compiled {layout}"
-    cells.append(agreement(f"{label} against eager", step(), eager_output))
-    runs: dict[str, Thunk] = {f"{backend}/eager {layout}": eagerly(step), label: step}
-    flop = step_flop(g)
+    pools = make_pools(g, layout, device=device)
+    return ceilings(g, device) + _step_cells(model, pools, device, backend, samples)
+
+
+def _step_cells(
+    model: VideoTransformer, pools: Pools, device: str, backend: str, samples: int
+) -> list[MeasuredCell]:
+    step = FullStep(model, pools, device)
+    eager = eagerly(step)
+    expected = eager()
+    assert isinstance(expected, torch.Tensor)
+    label = f"{backend}/compiled {pools.layout}"
+    cells: list[MeasuredCell] = [agreement(f"{label} against eager", step(), expected)]
+    runs: dict[str, Thunk] = {f"{backend}/eager {pools.layout}": eager, label: step}
     for name, seconds in take_turns(runs, samples, device).items():
-        cells.append(Timing(name=name, seconds=seconds, flop=flop))
+        cells.append(Timing(name=name, seconds=seconds, flop=step_flop(model.geometry)))
     cells.append(profile(label, step, device))
     return cells
+
+
+def measure_live(
+    geometry: Geometry, device: str, backend: str, samples: int, chunks: int
+) -> list[MeasuredCell]:
+    """One step and one rollout over separate pools, in little time: for a notebook."""
+    torch.set_grad_enabled(False)
+    g = for_backend(geometry, backend)
+    model = make_model(g, backend=backend, device=device)
+    model.compile_layers()
+    pools = make_pools(g, "separate", device=device)
+    cells = ceilings(g, device) + _step_cells(model, pools, device, backend, samples)
+    return cells + _rollout_cells(model, pools, device, backend, chunks, 1, chunks)
 
 
 def measure_error(
@@ -257,6 +277,18 @@ def measure_rollouts(
     model = make_model(g, backend=backend, device=device)
     pools = make_pools(g, layout, device=device)
     model.compile_layers()
+    return _rollout_cells(model, pools, device, backend, chunks, repeats, eager_chunks)
+
+
+def _rollout_cells(
+    model: VideoTransformer,
+    pools: Pools,
+    device: str,
+    backend: str,
+    chunks: int,
+    repeats: int,
+    eager_chunks: int,
+) -> list[MeasuredCell]:
     list(rollout(model, pools, chunks=1))
     cells: list[MeasuredCell] = []
     expected: list[torch.Tensor] = []

@@ -7,7 +7,9 @@ Another machine, other versions or other code than the partial record's start it
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -16,12 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_kv.evidence import Provenance, Record, folder_name, read, write
-from omni_kv.evidence_cells import CrashCase, Strict
-from omni_kv.geometry import Geometry
+import torch
 
-EXPANDABLE = "expandable_segments:True"
-ROUNDED = "roundup_power2_divisions:1"
+from omni_kv import bench, gpu_measure, gpu_trials
+from omni_kv.attention import BackendError, choose_backend
+from omni_kv.evidence import (
+    EvidenceError,
+    Provenance,
+    Record,
+    data_dir,
+    folder_name,
+    load,
+    provenance,
+    read,
+    write,
+)
+from omni_kv.evidence_cells import CrashCase, Strict
+from omni_kv.geometry import Geometry, preset
+from omni_kv.gpu_cases import CRASHES, EXPANDABLE
+from omni_kv.gpu_experiments import crash_run
+from omni_kv.gpu_measure import for_backend
+from omni_kv.gpu_sanitizer import sanitizer_run
+from omni_kv.isolation import run_isolated
+
 #: Children that compile and crash side by side; measurements run alone.
 WORKERS = 14
 
@@ -66,54 +85,6 @@ class Plan:
     repeats: int = 1
 
 
-CRASHES: dict[str, dict[str, CrashCase]] = {
-    "crash": {
-        "shared": CrashCase(),
-        "shared, CUDA_LAUNCH_BLOCKING=1": CrashCase(launch_blocking=True),
-        "shared, eager": CrashCase(compiled=False),
-        "separate": CrashCase(layout="separate"),
-    },
-    "segments": {
-        "default, exact": CrashCase(),
-        "default, exact, neighbour": CrashCase(neighbour=True),
-        "default, exact, after 4 GiB freed": CrashCase(before="4 GiB freed"),
-        "default, exact, host memory": CrashCase(host_neighbour=True),
-        "default, small": CrashCase(size="small"),
-        "default, small, neighbour": CrashCase(size="small", neighbour=True),
-        "default, small, host memory": CrashCase(size="small", host_neighbour=True),
-        "default, page": CrashCase(size="page"),
-        "default, 1.5x": CrashCase(size="1.5x"),
-        "rounded to powers of 2, exact": CrashCase(allocator=ROUNDED),
-        "expandable, exact": CrashCase(allocator=EXPANDABLE),
-        "expandable, exact, neighbour": CrashCase(allocator=EXPANDABLE, neighbour=True),
-        "expandable, small": CrashCase(allocator=EXPANDABLE, size="small"),
-        "separate, default, exact": CrashCase(layout="separate"),
-    },
-    "expandable": {
-        "shared": CrashCase(allocator=EXPANDABLE),
-        "shared, neighbour": CrashCase(allocator=EXPANDABLE, neighbour=True),
-        "separate, neighbour": CrashCase(layout="separate", allocator=EXPANDABLE, neighbour=True),
-    },
-    "hypotheses": {
-        "1: float32 load, blocks cached": CrashCase(before="float32 load"),
-        "1: 4 GiB cached": CrashCase(before="4 GiB freed"),
-        "1: float32 load, empty_cache": CrashCase(before="float32 load, empty_cache"),
-        "2: dynamic=None": CrashCase(),
-        "2: dynamic=False": CrashCase(dynamic=False),
-        "2: dynamic=True": CrashCase(dynamic=True),
-        "2: dynamic=True, separate": CrashCase(dynamic=True, layout="separate"),
-        "2: one configuration": CrashCase(dynamic=False, one_config=True),
-        "3: mark_static_address": CrashCase(static_address=True),
-        "4: 4 GiB of headroom": CrashCase(headroom_gib=4),
-        "4: 16 GiB of headroom": CrashCase(headroom_gib=16),
-        "5: 1.53 GiB a layer": CrashCase(size="1.5x"),
-        "5: 29 MiB a layer": CrashCase(size="small"),
-        "5: 4 GiB a layer, separate": CrashCase(size="4x", layout="separate"),
-        "control: separate": CrashCase(layout="separate"),
-    },
-}
-
-
 def experiments(plan: Plan) -> dict[str, list[Unit]]:
     """Every experiment's units, by name."""
     fastest = plan.backends[-1]
@@ -147,12 +118,94 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         )
         for backend in backends
     ]
+    found["live"] = [_measured(plan, fastest, "measure_live", fastest, plan.samples, plan.chunks)]
     return found
+
+
+def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Record]:
+    """What notebook 06 shows: on a CPU what was recorded, else what is measured now.
+
+    The preset ``tiny`` is measured now on a CPU, too: it shows that the machinery works. What
+    takes minutes (compute-sanitizer, the trials, the pieces) is always read from the record.
+
+    Args:
+        device: ``cpu``, ``cuda``, ...
+        preset_name: name of the geometry.
+        folder: where to keep what is measured; what lies there already is not measured again.
+
+    Raises:
+        EvidenceError: if something was never recorded, or with another preset.
+        RuntimeError: if a measurement failed.
+    """
+    recorded = ("sanitizer", "trials", "bench")
+    measured = ("crash", "segments", "stale-cache")
+    if device == "cpu" and preset_name != "tiny":
+        return {
+            name: _of_preset(load(name), preset_name)
+            for name in (*measured, *recorded, "step", "rollout")
+        }
+    geometry = preset(preset_name)
+    backend = choose_backend("auto", geometry, device)
+    chunks = geometry.first_full_chunk + 3
+    plan = Plan(geometry, device, (backend,), samples=3, chunks=chunks)
+    command = f"notebook 06_measure_the_fix, device={device}, preset={preset_name}"
+    with tempfile.TemporaryDirectory(prefix="omni-kv-") as temporary:
+        out = Path(folder or temporary)
+        record(plan, provenance(device, command), out, (*measured, "live"), print)
+        missing = [n for n in (*measured, "live") if not (out / f"{n}.json").exists()]
+        if missing:
+            raise RuntimeError(f"not measured: {', '.join(missing)}; the lines above say why")
+        found = {name: read(out / f"{name}.json") for name in measured}
+        live = read(out / "live.json")
+    return found | {"step": live, "rollout": live} | {name: load(name) for name in recorded}
+
+
+def record_command(
+    preset_name: str,
+    device: str,
+    out: Path | None,
+    names: Sequence[str],
+    say: Callable[[str], None],
+) -> list[str]:
+    """What ``omni-kv record`` does; the experiments that are not complete afterwards.
+
+    Raises:
+        ValueError: if there is no such preset, device or experiment, or the folder holds another
+            machine's records.
+    """
+    geometry = preset(preset_name)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise RecordRefused(f"no device {device!r} here; take --device cpu --preset tiny")
+    origin = provenance(device, f"omni-kv record --preset {preset_name}")
+    plan = Plan(geometry, device, _backends(geometry, device))
+    folder = out or data_dir() / "evidence" / folder_name(origin)
+    wanted = names or [name for name in experiments(plan) if name != "live"]
+    record(plan, origin, folder, wanted, say)
+    return [name for name in wanted if not (folder / f"{name}.json").exists()]
+
+
+def _backends(geometry: Geometry, device: str) -> tuple[str, ...]:
+    """The attention backends that can be had here, the one that ``auto`` takes last."""
+    fastest = choose_backend("auto", geometry, device)
+    others = []
+    for name in ("flash-attn", "sdpa", "flash-attn-3"):
+        with contextlib.suppress(BackendError):
+            others.append(choose_backend(name, for_backend(geometry, name), device))
+    return (*(name for name in others if name != fastest), fastest)
+
+
+def _of_preset(record: Record, preset_name: str) -> Record:
+    if record.parameters.get("preset") != preset_name:
+        raise EvidenceError(
+            f"{record.experiment}: parameters.preset: recorded with "
+            f"{record.parameters.get('preset')}, not {preset_name}; record it, or take that one"
+        )
+    return record
 
 
 def record(
     plan: Plan,
-    provenance: Provenance,
+    origin: Provenance,
     out: Path,
     names: Sequence[str] = (),
     say: Callable[[str], None] = print,
@@ -161,7 +214,7 @@ def record(
 
     Args:
         plan: what to record.
-        provenance: of this run.
+        origin: where and with what this runs.
         out: folder of this machine's records.
         names: experiments to record; all by default.
         say: gets a line for every finished unit.
@@ -177,9 +230,10 @@ def record(
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise RecordRefused(f"unknown experiment {unknown[0]!r}; known: {', '.join(known)}")
-    _refuse_another_machine(out, provenance)
-    chosen = {name: known[name] for name in names or known}
-    books = {name: _Book(out, name, units, plan, provenance) for name, units in chosen.items()}
+    _refuse_another_machine(out, origin)
+    # "live" is the notebook's short form of "step" and "rollout".
+    chosen = {name: known[name] for name in names or (n for n in known if n != "live")}
+    books = {name: _Book(out, name, units, plan, origin) for name, units in chosen.items()}
     todo = [(book, unit) for book in books.values() for unit in book.missing()]
 
     def run(book: _Book, unit: Unit) -> None:
@@ -204,7 +258,7 @@ class _Book:
     """The record of one experiment while it grows."""
 
     def __init__(
-        self, out: Path, name: str, units: list[Unit], plan: Plan, provenance: Provenance
+        self, out: Path, name: str, units: list[Unit], plan: Plan, origin: Provenance
     ) -> None:
         self.name = name
         self.units = units
@@ -213,7 +267,7 @@ class _Book:
         self.lock = threading.Lock()
         self.record = Record(
             experiment=name,
-            provenance=provenance,
+            provenance=origin,
             parameters={
                 "preset": plan.geometry.name,
                 "device": plan.device,
@@ -226,7 +280,7 @@ class _Book:
         )
         if self.partial.exists():
             earlier = read(self.partial)
-            same = earlier.provenance.same_machine(provenance)
+            same = earlier.provenance.same_machine(origin)
             if same and earlier.parameters == self.record.parameters:
                 self.record = earlier
 
@@ -251,26 +305,22 @@ class _Book:
                 self.partial.unlink(missing_ok=True)
 
 
-def _refuse_another_machine(out: Path, provenance: Provenance) -> None:
+def _refuse_another_machine(out: Path, origin: Provenance) -> None:
     for path in sorted(out.glob("*.json")):
         there = folder_name(read(path).provenance)
-        if there != folder_name(provenance):
+        if there != folder_name(origin):
             raise RecordRefused(
-                f"{out} holds records of {there}, and this is {folder_name(provenance)}; "
+                f"{out} holds records of {there}, and this is {folder_name(origin)}; "
                 "name another folder with --out"
             )
 
 
 def _crash(plan: Plan, name: str, case: CrashCase) -> list[Strict]:
-    from omni_kv.gpu_experiments import crash_run
-
     return [crash_run(name, case, plan.geometry, plan.device)]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:
     """Separate pools, with the compile cache that a run over shared halves left behind."""
-    from omni_kv.gpu_experiments import crash_run
-
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as folder:
         cases = {
             "shared": (CrashCase(), Path(folder)),
@@ -287,8 +337,6 @@ def _stale_cache(plan: Plan) -> list[Strict]:
 
 
 def _sanitizer(plan: Plan) -> list[Strict]:
-    from omni_kv.gpu_sanitizer import sanitizer_run
-
     return [sanitizer_run("memcheck", plan.geometry)]
 
 
@@ -296,11 +344,6 @@ def _measured(plan: Plan, name: str, function: str, *args: object) -> Unit:
     """A measurement in a child of its own; shared halves need the allocator that lets them run."""
 
     def run() -> list[Strict]:
-        import os
-
-        from omni_kv import bench, gpu_measure, gpu_trials
-        from omni_kv.isolation import run_isolated
-
         modules = (gpu_measure, gpu_trials, bench)
         measure = next(getattr(m, function) for m in modules if hasattr(m, function))
         env = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))}
