@@ -98,6 +98,9 @@ def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None
     nb = strip(nbformat.read(path, as_version=4))
     for cell in nb.cells:
         _texts_of_pictures(cell)
+        for output in cell.get("outputs", []):
+            if "text/html" in output.get("data", {}):
+                output.data["text/html"] = breakable(output.data["text/html"])
     at = next((i for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), -1) + 1
     # An id of its own would differ in every build.
     nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run, download=not paged), id="this-run"))
@@ -111,6 +114,19 @@ def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
         text = data.get("text/plain", "")
         if "image/png" in data and text and not text.startswith("<"):
             cell.metadata["mystnb"] = {"image": {"alt": " ".join(text.split())}}
+
+
+def breakable(html: str) -> str:
+    """Let long names in HTML break behind their underscores, points and slashes.
+
+    A table with such a name in it would be wider than a phone or a sheet of paper.
+    """
+    pieces = re.split(r"(<style.*?</style>|<[^>]*>)", html, flags=re.DOTALL)
+    for at in range(0, len(pieces), 2):
+        pieces[at] = re.sub(
+            r"\S{20,}", lambda name: re.sub(r"([_./:])(?=\w)", r"\1<wbr>", name[0]), pieces[at]
+        )
+    return "".join(pieces)
 
 
 def _box(run: Run, download: bool) -> str:

@@ -19,7 +19,7 @@ from omni_kv import outcomes, pictures, report_pdf, verdicts
 from omni_kv.browser import BROWSER_VARIABLE, Browser, find_chromium
 from omni_kv.parameters import Refused
 from omni_kv.report import PDF_NAME, build_report, stage
-from omni_kv.report_pages import run_of
+from omni_kv.report_pages import breakable, run_of
 
 pytestmark = pytest.mark.slow
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -295,6 +295,17 @@ def test_what_is_not_clean_is_refused_with_the_first_warning(
     with pytest.raises(Refused, match=said):
         build_report(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_long_names_may_break_and_nothing_else_changes() -> None:
+    name = "torch.ops.omni_kv.ar_diffusion_paged"
+    given = (
+        f"<style>#T_0123 .very_long_selector_here {{}}</style><td title='{name}'>{name} a_b</td>"
+    )
+    made = breakable(given)
+    assert made.replace("<wbr>", "") == given
+    assert made.count("<wbr>") == name.count("_") + name.count(".")
+    assert f"title='{name}'" in made and "a_b" in made
 
 
 def test_a_run_is_read_off_the_executed_notebook(tmp_path: Path) -> None:
