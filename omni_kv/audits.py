@@ -141,7 +141,13 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
 
 
 #: What PyTorch says when CUDA was asked for and is not there.
-_NO_GPU = ("NVIDIA driver", "support for cuda", "not compiled with CUDA", "CUDA device")
+_NO_GPU = (
+    "NVIDIA driver",
+    "support for cuda",
+    "not compiled with CUDA",
+    "CUDA device",
+    "active drivers",
+)
 
 
 def _plain_problem(error: Exception) -> str:
@@ -203,6 +209,9 @@ def _conclude(report: AuditReport) -> None:
             a.outcome == "written back" for s in report.shapes for o in s.ops for a in o.arguments
         ):
             report.sentence = "No mutated argument is cloned."
+    apart = next((c.how for c in report.comparisons if c.result == "not run"), None)
+    if apart and report.verdict != "could not run":
+        report.sentence += f" Compiled and eager were not compared: {apart}."
     agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
     if agree and report.verdict != "could not run":
         report.sentence += " Compiled and eager agree."

@@ -10,6 +10,9 @@ filled with values that are recognised when they turn up in a result.
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import importlib
+import io
 import os
 import signal
 import sys
@@ -125,21 +128,28 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
         One comparison a label, in the order of jobs and labels.
     """
     found: dict[int, list[Comparison]] = {}
+    parcels: dict[int, _Parcel] = {}
     hands: list[list[int]] = [[] for _ in range(max(1, min(workers, len(jobs))))]
     for number, job in enumerate(jobs):
         tensors = [t for t in pytree.tree_leaves(job.series) if isinstance(t, torch.Tensor)]
         if any(t.device.type != "cpu" for t in tensors):
             how = "guarded memory is CPU memory, and the arguments are not on the CPU"
             found[number] = job.untested("not run", how)
+            continue
+        try:
+            parcels[number] = _parcel(job)
+        except Exception as error:
+            how = f"the call cannot be sent to a child process: {error}. {_OWN_MODULE}"
+            found[number] = job.untested("raised", how)
         else:
             hands[number % len(hands)].append(number)
     hands = [hand for hand in hands if hand]
     with tempfile.TemporaryDirectory(prefix="omni-kv-compare-") as folder:
+        options: Any = {"timeout": timeout, "env": _CHILD_ENV}
         calls = [
-            partial(run_isolated, _child, [jobs[n].packed() for n in hand], f"{folder}/{hand[0]}",
-                    timeout=timeout, env=_CHILD_ENV)
-            for hand in hands
-        ]  # fmt: skip
+            partial(run_isolated, _child, [parcels[n] for n in hand], f"{folder}/{n}", **options)
+            for n, hand in enumerate(hands)
+        ]
         for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
             for place, number in enumerate(hand):
                 if outcome.value is not None:
@@ -147,6 +157,36 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
                 else:
                     found[number] = jobs[number].untested(*_why_no_outcome(outcome))
     return [comparison for number in sorted(found) for comparison in found[number]]
+
+
+_OWN_MODULE = "Put the callable and its custom ops in a module that can be imported."
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A job on its way to a child: an unreadable one must not take the others along."""
+
+    content: bytes
+    modules: tuple[str, ...]
+    labels: tuple[str, ...]
+
+
+def _parcel(job: Job) -> _Parcel:
+    import cloudpickle
+    from torch._library.custom_ops import OPDEFS
+
+    # A callable of a notebook or a script names its ops through torch.ops, which says nothing of
+    # the modules that define them.
+    copyreg.pickle(type(torch.ops), _reduce_ops)
+    modules = {getattr(op._init_fn, "__module__", "__main__") for op in OPDEFS.values()}
+    buffer = io.BytesIO()
+    torch.save(job.packed(), buffer, pickle_module=cloudpickle)
+    labels = tuple(label for label in job.labels if label)
+    return _Parcel(buffer.getvalue(), tuple(sorted(modules - {"__main__"})), labels)
+
+
+def _reduce_ops(_: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return getattr, (torch, "ops")
 
 
 #: One thread, since a process with an OpenMP pool must not fork.
@@ -212,7 +252,7 @@ class _Backend:
         return call
 
 
-def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
+def _child(parcels: list[_Parcel], folder: str) -> list[list[Comparison]]:
     """Do the jobs in turn; one that fails leaves the others alone."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -223,8 +263,12 @@ def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
     no_graph_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     no_aot_cache = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
     done = []
-    for job in jobs:
+    for parcel in parcels:
         try:
+            for module in parcel.modules:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
+            job = torch.load(io.BytesIO(parcel.content), weights_only=False)
             with (
                 inductor_config.patch(no_graph_cache),
                 functorch_config.patch(no_aot_cache),
@@ -233,7 +277,10 @@ def _child(jobs: list[Job], folder: str) -> list[list[Comparison]]:
                 done.append(_do(job.unpacked(), folder))
         except Exception as error:
             traceback.print_exc()
-            done.append(job.untested("raised", cause_line(error)))
+            how = cause_line(error)
+            if "_OpNamespace" in how:
+                how += f". {_OWN_MODULE}"
+            done.append([Comparison(label=n, result="raised", how=how) for n in parcel.labels])
     return done
 
 
@@ -250,6 +297,8 @@ def _do(job: Job, folder: str) -> list[Comparison]:
                 compiled(*args, **job.kwargs)
         except Exception as error:
             how = f"it does not compile: {cause_line(error)}"
+            if "_OpNamespace" in how:
+                how += f". {_OWN_MODULE}"
             return comparisons + [
                 Comparison(label=left, result="raised", how=how)
                 for left in job.labels[len(comparisons) :]

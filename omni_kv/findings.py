@@ -305,8 +305,17 @@ def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int)
             passed = same[0].kwargs["kwargs"].get(decision.argument) if same else None  # type: ignore[union-attr]
             label = str(decision.argument)
             arguments.append(_argument(graph, label, decision, None, passed))
-    name = f"Triton kernel {node.kwargs['kernel_idx']}({', '.join(tensors)})"
+    name = f"{_kernel_name(node.kwargs['kernel_idx'])}({', '.join(tensors)})"
     return Op(name=name, kind=_TRITON, graph=number, arguments=arguments)
+
+
+def _kernel_name(index: Any) -> str:
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(index)
+    while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner around it
+        kernel = kernel.fn
+    return getattr(kernel, "__name__", f"Triton kernel {index}")
 
 
 def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: int) -> list[Op]:

@@ -6,7 +6,7 @@ A test that fails prints the whole audit: what was cloned, why, what the clone r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from omni_kv.audits import audit
 
@@ -30,6 +30,7 @@ def assert_compiles_faithfully(
     fn: Callable[..., Any],
     *args: Any,
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
+    dynamic: bool | Literal["both"] = "both",
     **kwargs: Any,
 ) -> None:
     """Fail if compiled and eager disagree, in an output or in what was mutated, or if one crashes.
@@ -41,12 +42,13 @@ def assert_compiles_faithfully(
         fn: the callable.
         args: its arguments.
         second: arguments of a second call, with other sizes, or a function that makes them.
+        dynamic: compile with static shapes (False), ``dynamic=True`` (True), or both.
         kwargs: its keyword arguments.
 
     Raises:
         AssertionError: if they disagree, or could not be compared; the message is the report.
     """
-    report = audit(fn, *args, second=second, **kwargs)
+    report = audit(fn, *args, second=second, dynamic=dynamic, **kwargs)
     agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
     if not agree or report.reads_outside:
         raise AssertionError(f"compiled {report.callable} is not faithful to eager\n{report}")

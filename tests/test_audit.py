@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import audit_cases as cases
@@ -290,6 +291,26 @@ def test_the_extent_outside_a_storage_is_counted_on_both_sides() -> None:
     assert unknown.reads_outside is None
 
 
+def in_a_script(k, v, key_pool, value_pool, slots):
+    return torch.ops.audit_cases.write(k, v, key_pool, value_pool, slots)
+
+
+def with_a_lock(k, lock=threading.Lock()):  # noqa: B008
+    return k + 1
+
+
+def test_a_function_of_a_script_finds_its_ops_and_one_that_cannot_travel_says_so() -> None:
+    in_a_script.__module__ = with_a_lock.__module__ = (
+        "__main__"  # pickled by value, as in a notebook
+    )
+    calls = [Call(in_a_script, cases.make_separate()[1]), Call(with_a_lock, [torch.ones(2)])]
+    with torch.no_grad():
+        script, lock = audit_all(calls, dynamic=False)
+    assert script.verdict == "clean"
+    assert lock.verdict == "could not run"
+    assert "module that can be imported" in lock.sentence
+
+
 def test_an_eager_call_that_fails_is_said_to_have_failed(reports) -> None:
     report = reports["eager_raises"]
     assert report.verdict == "could not run"
@@ -353,10 +374,10 @@ def test_assert_no_clones_fails_with_the_report() -> None:
 def test_assert_compiles_faithfully_fails_with_the_report() -> None:
     with torch.no_grad():
         fn, args = cases.make_separate()
-        assert_compiles_faithfully(fn, *args)
+        assert_compiles_faithfully(fn, *args, dynamic=False)
         fn, args = cases.make_differs()
         with pytest.raises(AssertionError, match="64 of 1,024 elements differ"):
-            assert_compiles_faithfully(fn, *args)
+            assert_compiles_faithfully(fn, *args, dynamic=False)
 
 
 @pytest.mark.parametrize(
@@ -401,3 +422,45 @@ def test_what_is_no_case_is_refused_in_one_line(target, said) -> None:
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def triton_without_a_gpu(monkeypatch):
+    """Let Dynamo take Triton kernels without a device: graph passes need none."""
+    pytest.importorskip("triton")
+    import torch.utils._triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        launcher_cls = utils = None
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    driver.set_active(Driver())
+    yield
+    driver.reset_active()
+
+
+def test_user_defined_triton_kernels_are_audited_as_far_as_the_graph(triton_without_a_gpu) -> None:
+    import triton_cases
+
+    def outcomes(x, y):
+        with torch.no_grad():
+            report = audit(triton_cases.add_one_to_both, x, y, run=False, until="graph")
+        for shapes in report.shapes:
+            assert shapes.problem is None
+        return [
+            {a.name: a.cause for op in shapes.ops for a in op.arguments} for shapes in report.shapes
+        ]
+
+    halves = torch.randn(2, 64)
+    shared = {"x_pointer": "reinplaced", "y_pointer": SAME_STORAGE}
+    separate = {"x_pointer": "reinplaced", "y_pointer": "reinplaced"}
+    assert outcomes(halves[0], halves[1]) == [shared, shared]
+    assert outcomes(halves[0].clone(), halves[1].clone()) == [separate, separate]
