@@ -300,9 +300,8 @@ def with_a_lock(k, lock=threading.Lock()):  # noqa: B008
 
 
 def test_a_function_of_a_script_finds_its_ops_and_one_that_cannot_travel_says_so() -> None:
-    in_a_script.__module__ = with_a_lock.__module__ = (
-        "__main__"  # pickled by value, as in a notebook
-    )
+    # By value, as a function of a notebook is pickled.
+    in_a_script.__module__ = with_a_lock.__module__ = "__main__"
     calls = [Call(in_a_script, cases.make_separate()[1]), Call(with_a_lock, [torch.ones(2)])]
     with torch.no_grad():
         script, lock = audit_all(calls, dynamic=False)
@@ -442,9 +441,7 @@ def triton_without_a_gpu(monkeypatch):
             return 0
 
     monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
-    driver.set_active(Driver())
-    yield
-    driver.reset_active()
+    monkeypatch.setattr(driver, "_active", Driver())
 
 
 def test_user_defined_triton_kernels_are_audited_as_far_as_the_graph(triton_without_a_gpu) -> None:
