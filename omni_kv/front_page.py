@@ -119,11 +119,12 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _notebooks(runs: Sequence[Run]) -> str:
-    rows = [
-        (f"[{run.title}](notebooks/{run.stem}.ipynb)", run.question or "", run.time.split(";")[0])
-        for run in runs
-    ]
-    return _table(("notebook", "its question", "time"), rows)
+    rows = []
+    for run in runs:
+        time = re.split(r"[;.](?:\s|$)", run.time)[0]
+        name = f"[{run.title}](notebooks/{run.stem}.ipynb)"
+        rows.append((f"{name}<br>{time}" if time else name, run.question))
+    return _table(("notebook", "its question"), rows)
 
 
 def _ledger(runs: Sequence[Run]) -> list[str]:
@@ -176,23 +177,23 @@ def _origins(runs: Sequence[Run]) -> list[str]:
         outcome += ", **a cell failed**" if run.failed else ""
         where = f"live, for this report: {run.device}, torch {verdicts.torch_release()}"
         when = f", {run.date}" if run.date else ""
-        rows.append((f"[{run.title}](notebooks/{run.stem}.ipynb)", where + when, outcome))
+        rows.append((f"[{run.title}](notebooks/{run.stem}.ipynb)", f"{where}{when}; {outcome}"))
     for release in outcomes.releases():
         entries = verdicts.load(release).verdicts
         for device, date in sorted({(e.recorded.device, e.recorded.date) for e in entries}):
             count = sum((e.recorded.device, e.recorded.date) == (device, date) for e in entries)
             where = f"recorded: {device}, torch {release}, {date}"
-            rows.append((f"`data/verdicts/torch-{release}.json`", where, f"{count} outcomes"))
+            rows.append((f"torch-{release}.json<br>in data/verdicts", f"{where}; {count} outcomes"))
     for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
         record = evidence.read(path)
-        name = f"`{path.relative_to(evidence.data_dir().parent)}`"
+        name = f"{path.name}<br>in data/evidence/{path.parent.name}"
         label = record.provenance.label.replace("recorded on", "recorded:")
-        rows.append((name, label, f"{len(record.cells)} measurements"))
+        rows.append((name, f"{label}; {len(record.cells)} measurements"))
     return [
         "## What ran, and what is on record",
         f"Built from revision `{verdicts._revision()}` with torch {verdicts.torch_release()} and "
         f"Python {platform.python_version()}.",
-        _table(("what", "how, where and when", "outcome"), rows),
+        _table(("what", "where it comes from"), rows),
     ]
 
 

@@ -37,17 +37,19 @@ UNLINKED = (
 
 
 class AlternativeTexts(SphinxTransform):
-    """Give each picture of a notebook the text that it carries as its title."""
+    """Give each picture of a notebook the text that it carries as its title, and a box."""
 
     default_priority = 400
 
     def apply(self, **kwargs: Any) -> None:
         """Read the titles, and warn of a picture that has no text."""
-        for image in self.document.findall(nodes.image):
+        for image in list(self.document.findall(nodes.image)):
             if not image.get("alt", "").strip():
                 image["alt"] = self._title(image["uri"])
             if not image["alt"]:
                 logger.warning("a picture without alternative text", location=image)
+            if not isinstance(image.parent, nodes.TextElement):
+                image.replace_self(nodes.container("", image.deepcopy(), classes=["figure-box"]))
 
     def _title(self, uri: str) -> str:
         here = Path(self.env.doc2path(self.env.docname)).parent
@@ -66,15 +68,19 @@ class GlossaryLinks(SphinxPostTransform):
     def run(self, **kwargs: Any) -> None:
         """Replace mentions with references, section by section."""
         terms = self.env.domaindata["std"].get("terms", {})
-        homes = {docname for docname, _ in terms.values()}
-        if not terms or (self.env.docname in homes and len(homes) == 1):
+        if not terms:
             return
         longest_first = sorted(terms, key=len, reverse=True)
         pattern = re.compile(
             rf"(?<![\w/.-])({'|'.join(map(re.escape, longest_first))})(?:s)?(?![\w/(-])",
             re.IGNORECASE,
         )
-        seen: set[tuple[int, str]] = set()
+        # An entry of the glossary does not link to itself.
+        seen = {
+            (id(entry), term.astext().lower())
+            for entry in self.document.findall(nodes.definition_list_item)
+            for term in entry.findall(nodes.term)
+        }
         for text in list(self.document.findall(nodes.Text)):
             if not _is_prose(text):
                 continue
@@ -117,7 +123,8 @@ def _is_prose(text: nodes.Text) -> bool:
 
 
 def _section(node: nodes.Node) -> nodes.Node | None:
-    while node is not None and not isinstance(node, nodes.section):
+    """The section, or the entry of a glossary, that a text stands in."""
+    while node is not None and not isinstance(node, (nodes.section, nodes.definition_list_item)):
         node = node.parent
     return node
 
