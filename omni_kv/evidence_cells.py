@@ -24,8 +24,8 @@ class CrashCase(Strict):
         dynamic: what ``torch.compile(dynamic=...)`` gets.
         allocator: value of ``PYTORCH_CUDA_ALLOC_CONF``; empty is torch's default.
         launch_blocking: whether ``CUDA_LAUNCH_BLOCKING=1`` is set.
+        pool_layers: of how many layers pools are allocated, one after the other; the first is run.
         neighbour: whether a tensor filled with 7 is allocated just after the pools.
-        host_neighbour: whether host memory of V's size, filled with 7, is allocated after them.
         before: what happens first: nothing; 4 GiB are allocated and freed; weights are loaded as
             float32 and converted; the same and then ``empty_cache()``.
         static_address: whether ``mark_static_address`` is called on the pools.
@@ -42,7 +42,7 @@ class CrashCase(Strict):
     allocator: str = ""
     launch_blocking: bool = False
     neighbour: bool = False
-    host_neighbour: bool = False
+    pool_layers: int = 1
     before: Literal["nothing", "4 GiB freed", "float32 load", "float32 load, empty_cache"] = (
         "nothing"
     )
@@ -75,10 +75,11 @@ class CrashRun(Strict):
         rows_neighbour: rows of V that hold a neighbour's value.
         released_bytes: what ``empty_cache()`` gave back.
         overread_bytes: bytes behind V that the kernel that clones V is about to read.
-        mapped_bytes: bytes behind V without a gap, by the allocator's segments at that moment and,
-            where the device reads host memory, by the process' own map.
-        behind: what that memory is.
-        predicted: from these, before the kernel has run; for separate pools, from the layout.
+        mapped_bytes: bytes behind V without a gap, by the allocator's segments at that moment.
+        readable: whether a twin process could read all of these bytes, if one tried.
+        behind: what lies there.
+        predicted_by_segments: from the allocator's segments alone, before the kernel has run.
+        predicted: from the segments and the twin; for separate pools, from the layout.
         seconds: wall-clock time of the child.
     """
 
@@ -97,7 +98,9 @@ class CrashRun(Strict):
     released_bytes: int | None = None
     overread_bytes: int | None = None
     mapped_bytes: int | None = None
+    readable: bool | None = None
     behind: Behind | None = None
+    predicted_by_segments: Literal["illegal memory access", "V corrupted", "right"] | None = None
     predicted: Literal["illegal memory access", "V corrupted", "right"] | None = None
     seconds: float
 

@@ -6,7 +6,7 @@ cache, of its own. ``crash_run`` is what to call; ``_in_child`` may bring its pr
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import os
 import re
 import traceback
@@ -58,42 +58,24 @@ def mapped_behind(segments: Iterable[Segment], address: int) -> int:
     return end - address
 
 
-def host_segments() -> list[Segment]:
-    """The stretches of host memory that this process may read."""
-    found = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        bounds, permissions = line.split()[:2]
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        if permissions.startswith("r"):
-            found.append((start, end - start))
-    return found
-
-
-def reads_host_memory() -> bool:
-    """Whether the device reads ordinary host memory by its address, without a fault."""
-    pageable_memory_access = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
-    answer = ctypes.c_int()
-    driver = ctypes.CDLL("libcuda.so.1")
-    device = torch.cuda.current_device()
-    driver.cuDeviceGetAttribute(ctypes.byref(answer), pageable_memory_access, device)
-    return bool(answer.value)
-
-
 def predict(
-    overread_bytes: int, mapped_bytes: int, clone_is_next: bool
+    overread_bytes: int, mapped_bytes: int, clone_is_next: bool, readable: bool | None = None
 ) -> Literal["illegal memory access", "V corrupted", "right"]:
     """What the kernel that clones V will do, from the map of the memory alone.
 
     Args:
         overread_bytes: bytes that it will read behind V.
-        mapped_bytes: bytes behind V that are mapped without a gap.
+        mapped_bytes: bytes behind V that the allocator has mapped without a gap.
         clone_is_next: whether the clone's own buffer begins where V ends. Then what it reads behind
             V is what it has just written, V itself; launched again and again by the autotuner,
             it ends up right by accident.
+        readable: whether that memory could be read in a twin process, if it was tried: what lies
+            there may be mapped by somebody else than the allocator.
     """
-    if overread_bytes == 0 or (clone_is_next and mapped_bytes >= overread_bytes):
+    mapped = mapped_bytes >= overread_bytes
+    if overread_bytes == 0 or (clone_is_next and mapped):
         return "right"
-    return "V corrupted" if mapped_bytes >= overread_bytes else "illegal memory access"
+    return "V corrupted" if mapped or readable else "illegal memory access"
 
 
 def crash_run(
@@ -101,7 +83,9 @@ def crash_run(
     case: CrashCase,
     geometry: Geometry,
     device: str,
+    *,
     cache_dir: Path | None = None,
+    twin: bool = False,
     timeout: float = 240.0,
 ) -> CrashRun:
     """Run a case in a child process.
@@ -112,14 +96,20 @@ def crash_run(
         geometry: the preset; one layer of it is run.
         device: ``cuda`` or ``cpu``.
         cache_dir: compile cache to use and keep; a fresh one by default.
-        timeout: seconds until the child is killed.
+        twin: whether a twin process goes first, up to the point where the kernel would be launched,
+            and touches the memory behind V, to find out whether it is mapped.
+        timeout: seconds until a child is killed.
     """
     env = {"PYTORCH_CUDA_ALLOC_CONF": case.allocator} if case.allocator else {}
     if case.launch_blocking:
         env["CUDA_LAUNCH_BLOCKING"] = "1"
-    outcome = run_isolated(
-        _in_child, case, geometry, device, timeout=timeout, env=env, cache_dir=cache_dir
+    child = functools.partial(
+        run_isolated, _in_child, case, geometry, device, timeout=timeout, env=env
     )
+    readable = None
+    if twin and device != "cpu" and case.layout == "shared":
+        readable = child(only_touch=True).unwrap()["readable"]
+    outcome = child(readable=readable, cache_dir=cache_dir)
     found: dict[str, Any] = {"outcome": outcome.status, "error": outcome.describe()}
     if outcome.status == "returned":
         found = outcome.unwrap()
@@ -128,22 +118,32 @@ def crash_run(
     return CrashRun(name=name, case=case, **found)
 
 
-def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any]:
+class _Touched(Exception):
+    """The memory behind V was touched; there is no need to go on."""
+
+
+def _in_child(
+    case: CrashCase,
+    geometry: Geometry,
+    device: str,
+    *,
+    readable: bool | None = None,
+    only_touch: bool = False,
+) -> dict[str, Any]:
     """Run the case here; the fields of its ``CrashRun``, as far as they are known."""
     torch.set_grad_enabled(False)
     g = sized(geometry, case.size)
     found: dict[str, Any] = {"pool_numel": g.pool_numel}
+    if readable is not None:
+        found["readable"] = readable
     with torch.device(device):
         found["released_bytes"], loaded = _before(case.before, g)
         # Weights before pools, as an inference engine does it.
         model = make_model(g, backend="sdpa", device=device)
-        pools = make_pools(g, case.layout, device=device)
+        pools = make_pools(g.replace(num_layers=case.pool_layers), case.layout, device=device)
         neighbour = None
         if case.neighbour:
             neighbour = torch.full((2 * g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype)
-    in_host_memory = None
-    if case.host_neighbour:
-        in_host_memory = torch.full((g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype, device="cpu")
     _limit_headroom(case.headroom_gib)
     step = OneLayerStep(model, pools, device)
     pools.keys[0].normal_()
@@ -153,7 +153,7 @@ def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any
             torch._dynamo.mark_static_address(view)
     if case.layout == "separate":
         found["predicted"] = "right"
-    _watch_kernels(pools.values[0], neighbour, found)
+    _watch_kernels(pools.values[0], neighbour, found, only_touch)
     try:
         if case.compiled:
             step.model.compile_layers(dynamic=case.dynamic)
@@ -161,6 +161,8 @@ def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any
                 torch._inductor.config.triton.autotune_pointwise = False
         step.run()
         _synchronize(device)
+    except _Touched:
+        return found
     except Exception as error:
         illegal = "illegal memory access" in str(error)
         found["outcome"] = "illegal memory access" if illegal else "raised"
@@ -171,7 +173,7 @@ def _in_child(case: CrashCase, geometry: Geometry, device: str) -> dict[str, Any
         found |= {"rows": g.num_slots, "rows_wrong": wrong, "rows_neighbour": foreign}
         found["outcome"] = "V corrupted" if wrong else "right"
     found["clones"] = _large_buffers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), g.pool_numel)
-    del loaded, neighbour, in_host_memory
+    del loaded, neighbour
     return found
 
 
@@ -231,7 +233,7 @@ def _limit_headroom(headroom_gib: float | None) -> None:
 
 
 def _watch_kernels(
-    value: torch.Tensor, neighbour: torch.Tensor | None, found: dict[str, Any]
+    value: torch.Tensor, neighbour: torch.Tensor | None, found: dict[str, Any], only_touch: bool
 ) -> None:
     """Have Triton kernels looked at just before their first launch.
 
@@ -249,7 +251,10 @@ def _watch_kernels(
         reads_v = any(t.data_ptr() == value.data_ptr() for t in tensors)
         clone = next((t for t in tensors if t.numel() > value.numel() and t.dim() == 1), None)
         if reads_v and clone is not None and "mapped_bytes" not in found:
-            found.update(_look_behind(value, clone, neighbour))
+            found.update(_look_behind(value, clone, neighbour, found.get("readable")))
+            if only_touch:
+                found["readable"] = touch(value, found["overread_bytes"])
+                raise _Touched
         return run(self, *args, **kwargs)
 
     def noted_autotune(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -261,28 +266,51 @@ def _watch_kernels(
 
 
 def _look_behind(
-    value: torch.Tensor, clone: torch.Tensor, neighbour: torch.Tensor | None
+    value: torch.Tensor,
+    clone: torch.Tensor,
+    neighbour: torch.Tensor | None,
+    readable: bool | None,
 ) -> dict[str, Any]:
     end = value.data_ptr() + value.nbytes
     segments = [(s["address"], s["total_size"]) for s in torch.cuda.memory_snapshot()]
     mapped, overread = mapped_behind(segments, end), clone.nbytes - value.nbytes
-    behind = "nothing"
-    if clone.data_ptr() == end:
+    clone_is_next = clone.data_ptr() == end
+    if clone_is_next:
         behind = "the clone"
     elif neighbour is not None and neighbour.data_ptr() == end:
         behind = "the neighbour"
     elif mapped >= overread:
         behind = "the allocator's memory"
-    elif reads_host_memory():
-        # Host and device share one range of addresses, and this device reads the host's pages too.
-        mapped = mapped_behind(segments + host_segments(), end)
-        behind = "host memory" if mapped >= overread else behind
+    else:
+        behind = "not the allocator's" if readable else "nothing"
     return {
         "overread_bytes": overread,
         "mapped_bytes": mapped,
         "behind": behind,
-        "predicted": predict(overread, mapped, behind == "the clone"),
+        "predicted_by_segments": predict(overread, mapped, clone_is_next),
+        "predicted": predict(overread, mapped, clone_is_next, readable),
     }
+
+
+def touch(value: torch.Tensor, nbytes: int) -> bool:
+    """Whether the memory behind a tensor can be read; if not, this process' CUDA context is lost.
+
+    Args:
+        value: contiguous, on a CUDA device.
+        nbytes: how far to go; one byte in every 4 KiB is read.
+    """
+    from omni_kv.gpu_touch import touch_kernel
+
+    base = value.view(torch.uint8).flatten()
+    step = 4096
+    count = -(-nbytes // step)
+    sums = torch.empty(-(-count // 1024), dtype=torch.int32, device=value.device)
+    touch_kernel[(sums.numel(),)](base, sums, base.numel(), count, step, BLOCK=1024)
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
 
 
 def _fill(value: torch.Tensor) -> torch.Tensor:

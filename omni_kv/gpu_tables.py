@@ -57,7 +57,9 @@ def prediction_table(record: Record) -> pd.DataFrame:
         rows[run.name] = {
             "reads behind V": _mib(run.overread_bytes),
             "mapped behind V": _mib(run.mapped_bytes),
+            "a twin could read it": "" if run.readable is None else str(run.readable).lower(),
             "what lies there": run.behind or "",
+            "by the segments": run.predicted_by_segments or "",
             "predicted": run.predicted or "",
             "outcome": run.outcome,
             "rows of V lost": _share(run.rows_wrong, run.rows),
@@ -221,7 +223,12 @@ def predictions(record: Record) -> dict[str, Any]:
     """How many outcomes were as predicted, and which were not."""
     runs = [run for run in record.of(CrashRun).values() if run.predicted is not None]
     wrong = sorted(run.name for run in runs if run.predicted != run.outcome)
-    return {"predicted": len(runs), "otherwise": wrong}
+    by_segments = [run for run in runs if run.predicted_by_segments not in (None, run.outcome)]
+    return {
+        "predicted": len(runs),
+        "otherwise": wrong,
+        "otherwise, by the segments alone": sorted(run.name for run in by_segments),
+    }
 
 
 def fix_verdict(step: Record, rollout: Record, geometry: Geometry, backend: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from omni_kv.evidence import (
 )
 from omni_kv.evidence_cells import CrashCase, Strict
 from omni_kv.geometry import Geometry, preset
-from omni_kv.gpu_cases import CRASHES, EXPANDABLE
+from omni_kv.gpu_cases import CRASHES, ENGINE, EXPANDABLE
 from omni_kv.gpu_experiments import crash_run
 from omni_kv.gpu_measure import for_backend
 from omni_kv.gpu_sanitizer import sanitizer_run
@@ -92,7 +92,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
     found = {"stale-cache": [Unit("in this order", functools.partial(_stale_cache, plan))]}
     found |= {
         name: [
-            Unit(case_name, functools.partial(_crash, plan, case_name, case))
+            Unit(case_name, functools.partial(_crash, plan, case_name, case, name == "segments"))
             for case_name, case in cases.items()
         ]
         for name, cases in CRASHES.items()
@@ -315,23 +315,23 @@ def _refuse_another_machine(out: Path, origin: Provenance) -> None:
             )
 
 
-def _crash(plan: Plan, name: str, case: CrashCase) -> list[Strict]:
-    return [crash_run(name, case, plan.geometry, plan.device)]
+def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
+    return [crash_run(name, case, plan.geometry, plan.device, twin=twin)]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:
     """Separate pools, with the compile cache that a run over shared halves left behind."""
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as folder:
         cases = {
-            "shared": (CrashCase(), Path(folder)),
+            "shared": (CrashCase(pool_layers=ENGINE), Path(folder)),
             "separate, cache left behind": (
-                CrashCase(layout="separate", cache="shared"),
+                CrashCase(pool_layers=ENGINE, layout="separate", cache="shared"),
                 Path(folder),
             ),
-            "separate, fresh cache": (CrashCase(layout="separate"), None),
+            "separate, fresh cache": (CrashCase(pool_layers=ENGINE, layout="separate"), None),
         }
         return [
-            crash_run(name, case, plan.geometry, plan.device, cache)
+            crash_run(name, case, plan.geometry, plan.device, cache_dir=cache)
             for name, (case, cache) in cases.items()
         ]
 
