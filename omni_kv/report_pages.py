@@ -50,8 +50,13 @@ class Run:
 
     @property
     def device(self) -> str:
-        """Where it ran, as its parameters say."""
-        return str(self.parameters.get("device", "cpu"))
+        """Where it ran: what its parameters say, a GPU by its name if it is still there."""
+        device = str(self.parameters.get("device") or "cpu")
+        if device.startswith("cuda"):
+            import torch
+
+            return torch.cuda.get_device_name(device) if torch.cuda.is_available() else device
+        return device
 
 
 def run_of(path: Path) -> Run:
