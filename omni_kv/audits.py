@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from omni_kv.audit_report import AuditReport, Shapes
 from omni_kv.faithful import Job, cause_line, compare, jobs_for
 from omni_kv.findings import aliases_of, ops_of
-from omni_kv.lens import Until, capture
+from omni_kv.lens import Until, capture, original
 
 
 @dataclass
@@ -79,7 +79,7 @@ def audit_all(
     for call in calls:
         start = time.perf_counter()
         report = AuditReport(
-            callable=getattr(call.fn, "__qualname__", type(call.fn).__qualname__),
+            callable=_name(original(call.fn)),
             torch=torch.__version__,
             device=_device(call),
             verdict="clean",
@@ -215,6 +215,10 @@ def _conclude(report: AuditReport) -> None:
     agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
     if agree and report.verdict != "could not run":
         report.sentence += " Compiled and eager agree."
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 
 def _device(call: Call) -> str:

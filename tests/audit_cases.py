@@ -185,6 +185,16 @@ def make_interleaved(slots: int = SLOTS):
     return interleaved_layer, (k, v, kv[:, 0], kv[:, 1], index)
 
 
+def make_interleaved_without_base(slots: int = SLOTS):
+    """Interleaved views that share a storage and do not know a common base tensor."""
+    fn, (k, v, *pools, index) = make_interleaved(slots)
+    pools = [
+        torch.empty(0).set_(p.untyped_storage(), p.storage_offset(), p.shape, p.stride())
+        for p in pools
+    ]
+    return fn, (k, v, *pools, index)
+
+
 def make_list_shared():
     k, v, index = tokens()
     return list_layer, (k, v, list(shared_pools()), index)
