@@ -126,4 +126,4 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
 def _extents_title(outside_most: float) -> str:
     if not outside_most:
         return "Every clone stays inside its allocation"
-    return f"The clone reads up to {outside_most:.2g} times V's size beyond the allocation"
+    return f"The clone reads up to {outside_most:.3g} x V's size beyond the allocation"

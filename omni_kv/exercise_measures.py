@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from omni_kv.exercise_compiler import first_stage, one_allocation, spare_room
 from omni_kv.geometry import preset
 from omni_kv.rollout import frames_in_pool
 
@@ -193,5 +194,34 @@ ALL: dict[str, Exercise] = {
             "return torch.zeros(slots, heads, head_dim), torch.zeros(slots, heads, head_dim)",
         ),
         no_clone,
+    ),
+    "03.one-allocation": Exercise(
+        "write make(slots, heads, head_dim) that returns a key pool and a value pool in *one* "
+        "allocation, and yet the compiled op clones neither.",
+        (
+            "AOTAutograd merges inputs whose memory interleaves into one synthetic base",
+            "let K and V take turns in memory: slot by slot, or page by page",
+            "kv = torch.zeros(slots, 2, heads, head_dim), and its views kv[:, 0] and kv[:, 1]",
+        ),
+        one_allocation,
+    ),
+    "04.first-stage": Exercise(
+        "name the first stage whose graph holds a clone, as the lens names stages.",
+        (
+            "print(list(capture(...).graphs[0].stages())) lists them; any wrong answer does, too",
+            "the reinplace pass only decides; it writes no node",
+            "auto_functionalized_v2 is taken apart into clones and the op: decomposition",
+        ),
+        first_stage,
+    ),
+    "05.spare-room": Exercise(
+        "K and V are halves of 1,024 elements each. How many elements of spare room behind V keep "
+        "a clone that counts from V's pointer inside the allocation, and not one more than needed?",
+        (
+            "set the formula's outside to zero: 2 x storage offset + V - storage size = 0",
+            "the storage offset of V is 1,024, and the storage size is 2,048 + the spare room",
+            "2 x 1,024 + 1,024 - 2,048",
+        ),
+        spare_room,
     ),
 }

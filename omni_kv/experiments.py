@@ -62,7 +62,7 @@ class LayerCase:
     @property
     def label(self) -> str:
         """A short name, for tables and figures."""
-        parts = [self.layout, self.memory]
+        parts: list[str] = [self.layout, self.memory]
         parts += ["dynamic shapes"] * self.dynamic + ["static address"] * self.static_address
         return ", ".join(parts)
 

@@ -223,7 +223,6 @@ def recorded_table() -> tuple[str, pd.DataFrame]:
                 "V rows wrong": "" if run.rows_wrong is None else f"{run.rows_wrong} of {run.rows}",
                 "buffers as large as V": ", ".join(run.clones) or "none",
                 "released by empty_cache": _gib(run.released_bytes),
-                "free before the call": _gib(run.free_bytes),
             }
         )
     return record.provenance.label, pd.DataFrame(rows).set_index("run")
