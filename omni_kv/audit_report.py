@@ -288,36 +288,47 @@ def _html(report: AuditReport) -> str:
     for shapes in report.shapes:
         for op in shapes.ops:
             for a in op.arguments:
-                extent = a.clone.extent() if a.clone is not None else ""
-                extent += f" WRONG ELEMENTS: {a.shifted()}" if a.misled else ""
-                bad = a.outcome == "cloned" or a.misled
-                style = f' style="color:{_BAD}"' if bad else ""
-                cells = [shapes.label, op.name, a.name]
-                rows.append(
-                    "<tr>"
-                    + "".join(f"<td>{html.escape(c)}</td>" for c in cells)
-                    + f"<td{style}>{html.escape(a.outcome)}</td>"
-                    + f"<td>{html.escape(a.why)}<br><small>{html.escape(a.decided_at or '')}"
-                    + f"</small></td><td>{html.escape(extent)}</td></tr>"
-                )
+                head, *details = _argument_lines(a)
+                detail = "<br>".join(html.escape(line.strip()) for line in details)
+                name = html.escape(head.partition(": ")[0])
+                cells = [
+                    html.escape(shapes.label),
+                    f"{name}<br><small>{html.escape(op.name)}</small>",
+                    _coloured(a.outcome, bad=a.outcome == "cloned" or a.misled),
+                    f"{html.escape(a.why)}<br><small>{detail}</small>",
+                ]
+                rows.append(cells)
     if rows:
-        heads = ("shapes", "op", "argument", "outcome", "why", "clone")
-        head = "".join(f"<th>{h}</th>" for h in heads)
-        parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
-    if report.comparisons:
-        parts.append(
-            "<table><tr><th>compiled against eager</th><th>memory</th><th>result</th></tr>"
-        )
-        for comparison in report.comparisons:
-            for run in comparison.runs or [Run(memory="", result=comparison.result)]:
-                detail = "<br>".join(
-                    html.escape(t) for t in [run.how, *map(str, run.differences)] if t
-                )
-                style = f' style="color:{_BAD}"' if run.result != "same" else ""
-                parts.append(
-                    f"<tr><td>{html.escape(comparison.label)}</td><td>{html.escape(run.memory)}"
-                    f"</td><td{style}>{run.result}<br><small>{detail}</small></td></tr>"
-                )
-        parts.append("</table>")
+        parts.append(_table(["shapes", "argument", "outcome", "why"], rows))
+    rows = []
+    for comparison in report.comparisons:
+        nothing = Run(memory="", result=comparison.result, how=comparison.how)
+        for run in comparison.runs or [nothing]:
+            texts = [run.how, *map(str, run.differences)]
+            rows.append(
+                [
+                    html.escape(comparison.label),
+                    html.escape(run.memory),
+                    _coloured(run.result, bad=run.result != "same"),
+                    "<br>".join(html.escape(text) for text in texts if text),
+                ]
+            )
+    if rows:
+        parts.append(_table(["compiled against eager", "memory", "result", "where"], rows))
     parts.append(f"<small>torch {html.escape(report.torch)}, {html.escape(report.device)}</small>")
     return "".join(parts) + "</div>"
+
+
+def _coloured(text: str, *, bad: bool) -> str:
+    shown = html.escape(text)
+    return f'<strong style="color:{_BAD}">{shown}</strong>' if bad else shown
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """A table whose cells hold HTML, with text to the left, where Jupyter would put it right."""
+    style = 'style="text-align:left;vertical-align:top;overflow-wrap:break-word"'
+    head = "".join(f"<th {style}>{html.escape(h)}</th>" for h in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td {style}>{cell}</td>' for cell in cells)}</tr>" for cells in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"

@@ -361,8 +361,8 @@ def summary_of(graph: GraphCapture) -> dict[str, dict[str, Any]]:
     """What matters of each mutated argument of a graph, in plain types, for a table or a verdict.
 
     ``reads`` are the first and last element that the clone's kernel reads, counted from the
-    argument's pointer; ``outside`` how many of them lie outside the storage; ``op is handed`` by
-    how many elements what the op gets lies off.
+    argument's pointer; ``outside`` how many of them lie outside the storage; ``op is off by`` how
+    many elements what it is handed lies away from its own.
     """
     rows: dict[str, dict[str, Any]] = {}
     for op in ops_of(graph):
@@ -374,7 +374,7 @@ def summary_of(graph: GraphCapture) -> dict[str, dict[str, Any]]:
                 row["elements of its own"] = clone.argument_elements
                 row["reads"] = [clone.first, clone.last]
                 row["outside"] = (clone.outside_before or 0) + (clone.outside_after or 0)
-            row["op is handed"] = argument.shift
+            row["op is off by"] = argument.shift
             rows[argument.name] = row
     return rows
 

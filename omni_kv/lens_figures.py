@@ -76,7 +76,8 @@ def _marked(lines: list[tuple[bool, str]]) -> str:
             style = f"border-left:4px solid {ORANGE};padding-left:4px;font-weight:bold"
             text = f'<span style="{style}">{text}</span>'
         shown.append(text)
-    return f'<pre style="white-space:pre-wrap;margin:0">{"<br>".join(shown)}</pre>'
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font-family:monospace"
+    return f'<pre style="{style}">{"<br>".join(shown)}</pre>'
 
 
 def side_by_side(
