@@ -26,6 +26,7 @@ class CrashCase(Strict):
         launch_blocking: whether ``CUDA_LAUNCH_BLOCKING=1`` is set.
         pool_layers: of how many layers pools are allocated, one after the other; the first is run.
         neighbour: whether a tensor filled with 7 is allocated just after the pools.
+        host_neighbour: whether host memory of V's size, filled with 7, is allocated after them.
         before: what happens first: nothing; 4 GiB are allocated and freed; weights are loaded as
             float32 and converted; the same and then ``empty_cache()``.
         static_address: whether ``mark_static_address`` is called on the pools.
@@ -42,6 +43,7 @@ class CrashCase(Strict):
     allocator: str = ""
     launch_blocking: bool = False
     neighbour: bool = False
+    host_neighbour: bool = False
     pool_layers: int = 1
     before: Literal["nothing", "4 GiB freed", "float32 load", "float32 load, empty_cache"] = (
         "nothing"
@@ -52,7 +54,9 @@ class CrashCase(Strict):
     cache: str = "fresh"
 
 
-Behind = Literal["nothing", "the clone", "the neighbour", "the allocator's memory", "host memory"]
+Behind = Literal[
+    "nothing", "the clone", "the neighbour", "the allocator's memory", "not the allocator's"
+]
 CrashOutcome = Literal[
     "right", "V corrupted", "illegal memory access", "raised", "killed", "timed out"
 ]

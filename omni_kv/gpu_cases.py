@@ -34,6 +34,23 @@ CRASHES: dict[str, dict[str, CrashCase]] = {
         "expandable, small": CrashCase(allocator=EXPANDABLE, size="small"),
         "separate, default, exact": CrashCase(layout="separate"),
     },
+    # One pool, no twin: what the allocator's segments alone can say, and where that is not enough.
+    "segments-alone": {
+        "default, exact": CrashCase(),
+        "default, exact, neighbour": CrashCase(neighbour=True),
+        "default, exact, host memory": CrashCase(host_neighbour=True),
+        "default, exact, after 4 GiB freed": CrashCase(before="4 GiB freed"),
+        "default, small": CrashCase(size="small"),
+        "default, small, neighbour": CrashCase(size="small", neighbour=True),
+        "default, small, host memory": CrashCase(size="small", host_neighbour=True),
+        "default, page": CrashCase(size="page"),
+        "default, 1.5x": CrashCase(size="1.5x"),
+        "rounded to powers of 2, exact": CrashCase(allocator=ROUNDED),
+        "expandable, exact": CrashCase(allocator=EXPANDABLE),
+        "expandable, exact, neighbour": CrashCase(allocator=EXPANDABLE, neighbour=True),
+        "expandable, small": CrashCase(allocator=EXPANDABLE, size="small"),
+        "separate, default, exact": CrashCase(layout="separate"),
+    },
     "expandable": {
         "shared": CrashCase(allocator=EXPANDABLE),
         "shared, neighbour": CrashCase(allocator=EXPANDABLE, neighbour=True),

@@ -144,6 +144,9 @@ def _in_child(
         neighbour = None
         if case.neighbour:
             neighbour = torch.full((2 * g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype)
+    in_host_memory = None
+    if case.host_neighbour:
+        in_host_memory = torch.full((g.pool_numel,), NEIGHBOUR, dtype=g.torch_dtype)
     _limit_headroom(case.headroom_gib)
     step = OneLayerStep(model, pools, device)
     pools.keys[0].normal_()
@@ -173,7 +176,7 @@ def _in_child(
         found |= {"rows": g.num_slots, "rows_wrong": wrong, "rows_neighbour": foreign}
         found["outcome"] = "V corrupted" if wrong else "right"
     found["clones"] = _large_buffers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), g.pool_numel)
-    del loaded, neighbour
+    del loaded, neighbour, in_host_memory
     return found
 
 

@@ -9,7 +9,9 @@ from omni_kv.evidence import Record
 from omni_kv.evidence_cells import RolloutRun
 from omni_kv.geometry import Geometry
 from omni_kv.gpu_tables import parts_table
-from omni_kv.pictures import STYLE
+from omni_kv.pictures import STYLE, use_in_notebooks
+
+use_in_notebooks()
 
 #: Line style of each way of running; the colour says which attention.
 LINES = {"eager": ":", "compiled separate": "-", "compiled shared": "--"}

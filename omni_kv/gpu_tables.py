@@ -59,7 +59,7 @@ def prediction_table(record: Record) -> pd.DataFrame:
             "mapped behind V": _mib(run.mapped_bytes),
             "a twin could read it": "" if run.readable is None else str(run.readable).lower(),
             "what lies there": run.behind or "",
-            "by the segments": run.predicted_by_segments or "",
+            "by the segments": run.predicted_by_segments or run.predicted or "",
             "predicted": run.predicted or "",
             "outcome": run.outcome,
             "rows of V lost": _share(run.rows_wrong, run.rows),
@@ -223,7 +223,9 @@ def predictions(record: Record) -> dict[str, Any]:
     """How many outcomes were as predicted, and which were not."""
     runs = [run for run in record.of(CrashRun).values() if run.predicted is not None]
     wrong = sorted(run.name for run in runs if run.predicted != run.outcome)
-    by_segments = [run for run in runs if run.predicted_by_segments not in (None, run.outcome)]
+    by_segments = [
+        run for run in runs if (run.predicted_by_segments or run.predicted) != run.outcome
+    ]
     return {
         "predicted": len(runs),
         "otherwise": wrong,
