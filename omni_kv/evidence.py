@@ -78,6 +78,12 @@ class Provenance(Strict):
     flash_attn: str | None = None
     flash_attn_3: str | None = None
 
+    @pydantic.model_serializer(mode="wrap")
+    def _without_what_is_not_there(
+        self, serialize: pydantic.SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
     def same_machine(self, other: Provenance) -> bool:
         """Whether both come from one card with one set of versions and one state of the code."""
         leave_out = {"date", "command"}
@@ -229,7 +235,7 @@ def provenance(device: str, command: str) -> Provenance:
         python=platform.python_version(),
         torch=torch.__version__,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        revision=_revision(),
+        revision=revision(),
         command=command,
         card=_card(device) if on_gpu else None,
         driver=_driver() if on_gpu else None,
@@ -274,7 +280,7 @@ def _flash_attn_3() -> str | None:
     return found[0] if found else None
 
 
-def _revision() -> str:
+def revision() -> str:
     """The checkout's commit, with ``+`` where the code differs from it; ``unknown`` outside git."""
     if os.environ.get(REVISION_VARIABLE):
         return os.environ[REVISION_VARIABLE]

@@ -91,4 +91,4 @@ def memory_figure(record: Record) -> Figure:
 
 
 def _label(fig: Figure, record: Record) -> None:
-    fig.text(0.995, 0.005, record.provenance.label, ha="right", va="bottom", size=7, color="0.4")
+    fig.text(0.995, -0.01, record.provenance.label, ha="right", va="top", size=7, color="0.4")

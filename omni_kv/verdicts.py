@@ -11,28 +11,23 @@ and prints the same line on every release as long as the outcome is the recorded
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import difflib
 import importlib.metadata
 import json
 import os
-import platform
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pydantic
 from pydantic_core import to_jsonable_python
 
+from omni_kv.evidence import PACKAGE_PARENT as PACKAGE_PARENT
+from omni_kv.evidence import Provenance, data_dir, provenance, replacing, revision
+
 if TYPE_CHECKING:
     import pandas as pd
 
-PACKAGE_PARENT = Path(__file__).resolve().parent.parent
-
-DATA_VARIABLE = "OMNI_KV_DATA"
 RECORD_VARIABLE = "OMNI_KV_RECORD_VERDICTS"
 COMMAND_VARIABLE = "OMNI_KV_RECORD_COMMAND"
 
@@ -49,25 +44,13 @@ class _Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
-class Origin(_Strict):
-    """Where, when and with which command an outcome was recorded."""
-
-    device: str
-    platform: str
-    python: str
-    torch: str
-    date: str
-    revision: str
-    command: str
-
-
 class Verdict(_Strict):
     """One recorded outcome of one experiment with one set of parameters."""
 
     name: str
     parameters: dict[str, Any]
     outcome: dict[str, Any]
-    recorded: Origin
+    recorded: Provenance
 
 
 class VerdictFile(_Strict):
@@ -127,11 +110,6 @@ def torch_release() -> str:
     return importlib.metadata.version("torch").split("+")[0]
 
 
-def data_dir() -> Path:
-    """The checkout's `data` folder, or what `OMNI_KV_DATA` names."""
-    return Path(os.environ.get(DATA_VARIABLE) or PACKAGE_PARENT / "data")
-
-
 def verdict_file(release: str) -> Path:
     """The file that holds the recorded outcomes of one torch release."""
     return data_dir() / "verdicts" / f"torch-{release}.json"
@@ -170,11 +148,11 @@ def record(release: str, name: str, parameters: dict[str, Any], outcome: dict[st
             others.append(entry)
         elif _pretty(entry.outcome) == _pretty(outcome):
             return
-    entry = Verdict(name=name, parameters=parameters, outcome=outcome, recorded=_origin(parameters))
+    entry = Verdict(name=name, parameters=parameters, outcome=outcome, recorded=_here(parameters))
     entries = sorted([*others, entry], key=lambda v: _key(v.name, v.parameters))
     content = VerdictFile(torch=release, verdicts=entries).model_dump(mode="json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write_text(_pretty(content) + "\n", encoding="utf-8")
 
 
@@ -252,56 +230,10 @@ def _changed(entry: Verdict, measured: dict[str, Any], release: str) -> str:
     return "\n".join([head, where, "+ measured now", *list(lines)[3:]])
 
 
-def _origin(parameters: Mapping[str, Any]) -> Origin:
-    import torch
-
-    return Origin(
-        device=_device(str(parameters.get("device", "cpu"))),
-        platform=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        revision=_revision(),
-        command=os.environ.get(COMMAND_VARIABLE) or f"{RECORD_VARIABLE}=1",
-    )
-
-
-def _device(asked: str) -> str:
-    if asked.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_name(asked)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"CPU ({line.split(':', 1)[1].strip()})"
-    return f"CPU ({platform.machine()})"
+def _here(parameters: Mapping[str, Any]) -> Provenance:
+    command = os.environ.get(COMMAND_VARIABLE) or f"{RECORD_VARIABLE}=1"
+    return provenance(str(parameters.get("device", "cpu")), command)
 
 
 def _revision() -> str:
-    """The checkout's commit, with `+` where the code differs from it; `unknown` outside git."""
-    commit = _git("rev-parse", "--short=12", "HEAD").strip()
-    changes = _git("status", "--porcelain", "--", "omni_kv", "notebooks").strip()
-    return commit + ("+" if changes else "") if commit else "unknown"
-
-
-def _git(*arguments: str) -> str:
-    try:
-        command = ["git", "-C", str(PACKAGE_PARENT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path` that takes its place when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    new = Path(name)
-    new.chmod(0o644)
-    try:
-        yield new
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    return revision()
