@@ -326,9 +326,11 @@ def _coloured(text: str, *, bad: bool) -> str:
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
     """A table whose cells hold HTML, with text to the left, where Jupyter would put it right."""
-    style = 'style="text-align:left;vertical-align:top;overflow-wrap:break-word"'
-    head = "".join(f"<th {style}>{html.escape(h)}</th>" for h in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td {style}>{cell}</td>' for cell in cells)}</tr>" for cells in rows
-    )
+    style = "text-align:left;vertical-align:top"
+    head = "".join(f'<th style="{style}">{html.escape(h)}</th>' for h in heads)
+    body = ""
+    for *cells, last in rows:
+        tags = "".join(f'<td style="{style}">{cell}</td>' for cell in cells)
+        # Names of kernels are long: only the last column may break within a word.
+        body += f'<tr>{tags}<td style="{style};overflow-wrap:anywhere">{last}</td></tr>'
     return f"<table><tr>{head}</tr>{body}</table>"

@@ -46,6 +46,7 @@ def audit(
         fn: a function, a module, or what ``torch.compile`` made of one.
         args: its arguments. They are neither changed nor run through compiled code in this process.
         run: also run compiled against eager, in child processes over guarded memory (CPU tensors).
+            Mutated tensors that hold one value everywhere are filled with random numbers there.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
         until: ``graph`` leaves out the generated code, and with it what a clone reads.

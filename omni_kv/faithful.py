@@ -284,7 +284,11 @@ def _child(parcels: list[_Parcel], folder: str) -> list[list[Comparison]]:
 
 
 def _do(job: Job, folder: str) -> list[Comparison]:
-    """Compile for each call of the series, and compare those that have a label."""
+    """Compile for each call of the series, and compare those that have a label.
+
+    A mutated tensor that holds one value everywhere, as a pool does that was just allocated, is
+    filled with random numbers first: foreign values could not be told from its own.
+    """
     backend = _Backend(job.fn)
     compiled = torch.compile(fresh_frame(job.fn), backend=backend, dynamic=job.dynamic)
     comparisons: list[Comparison] = []
@@ -317,6 +321,13 @@ def _do(job: Job, folder: str) -> list[Comparison]:
             return _changed(fn(*args, **job.kwargs), named, before)
 
         status, expected = _fork(partial(call, job.fn), folder)
+        if expected is not None and (blank := _blank(named, expected)):
+            # A pool that is zero all over looks the same wherever it is read from.
+            generator = torch.Generator().manual_seed(0)
+            for name in blank:
+                named[name].detach().copy_(torch.randn(named[name].shape, generator=generator))
+            before.update({name: tensor.detach().clone() for name, tensor in named.items()})
+            status, expected = _fork(partial(call, job.fn), folder)
         if expected is None:
             raise RuntimeError(f"the eager call itself did not return: {status}")
         runs = []
@@ -326,6 +337,18 @@ def _do(job: Job, folder: str) -> list[Comparison]:
             runs.append(_judge(memory, status, before, expected, got))
         comparisons.append(_comparison(label, runs))
     return comparisons
+
+
+def _blank(named: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> list[str]:
+    """Mutated tensors of real numbers that hold one value everywhere."""
+    return [
+        name
+        for name, tensor in named.items()
+        if name in changed
+        and tensor.dtype.is_floating_point
+        and tensor.numel() > 1
+        and bool((tensor == tensor.flatten()[0]).all())
+    ]
 
 
 def _comparison(label: str, runs: list[Run]) -> Comparison:

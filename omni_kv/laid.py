@@ -105,11 +105,12 @@ def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], 
 def _surround(source: torch.Tensor, memory: Memory) -> torch.Tensor:
     """A copy of the bytes of a storage, in memory of its own."""
     size = source.numel()
-    if memory == "filled on both sides":
-        region = map_region((size,), torch.uint8, before=size, after=size)
-        region.before.fill_(IN_FRONT)
-        region.after.fill_(BEHIND)
-    else:
-        side: Literal["after", "before"] = "after" if memory == "unmapped behind" else "before"
-        region = map_region((size,), torch.uint8, guard=side)
+    # What is not to be unmapped is mapped for as far as the storage is large, so that a read there
+    # never depends on what else the process has mapped.
+    before = 0 if memory == "unmapped in front" else size
+    after = 0 if memory == "unmapped behind" else size
+    guard: Literal["after", "before"] = "before" if memory == "unmapped in front" else "after"
+    region = map_region((size,), torch.uint8, guard=guard, before=before, after=after)
+    region.before.fill_(IN_FRONT)
+    region.after.fill_(BEHIND)
     return region.tensor.copy_(source)

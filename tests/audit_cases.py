@@ -164,6 +164,12 @@ def make_shared(slots: int = SLOTS):
     return layer, (k, v, *shared_pools(slots), index)
 
 
+def make_shared_zeros():
+    fn, (k, v, *_, index) = make_shared()
+    kv = torch.zeros(2, SLOTS, HEADS, HEAD_DIM)
+    return fn, (k, v, kv[0], kv[1], index)
+
+
 def make_separate(slots: int = SLOTS):
     k, v, index = tokens()
     return layer, (k, v, *separate_pools(slots), index)

@@ -30,6 +30,7 @@ SAME_STORAGE = "same storage already reinplaced"
 #: For each case, the arguments that are cloned with static and with dynamic shapes, and the cause.
 CLONED = {
     "shared": {"value_pool": SAME_STORAGE},
+    "shared_zeros": {"value_pool": SAME_STORAGE},
     "separate": {},
     "one_tensor": {},
     "in_graph": {},
