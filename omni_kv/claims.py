@@ -9,6 +9,7 @@ notebooks' verdict cells.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,9 @@ class Check(pydantic.BaseModel):
     Attributes:
         file: record file, relative to ``data/``; a JSON file.
         select: fields that single out one entry of the file's list ``verdicts`` or ``cells``.
-        field: path to the value within the entry, its parts joined by ``/``.
+        field: path to the value within the entry, its parts joined by ``/``. A list of numbers,
+            such as the seconds of repeated runs, stands for its median.
+        per: fields that single out another entry of the same file; the value is divided by its.
         equals: the value must equal this, if given.
         at_least: the value must be a number of at least this, if given.
         at_most: the value must be a number of at most this, if given.
@@ -47,6 +50,7 @@ class Check(pydantic.BaseModel):
     file: str
     select: dict[str, str]
     field: str
+    per: dict[str, str] | None = None
     equals: Any = None
     at_least: float | None = None
     at_most: float | None = None
@@ -63,6 +67,10 @@ class Check(pydantic.BaseModel):
         Raises:
             ClaimsError: if there is no such file, entry or field.
         """
+        value = self._value(self.select)
+        return value if self.per is None else value / self._value(self.per)
+
+    def _value(self, select: dict[str, str]) -> Any:
         path = data_dir() / self.file
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -71,16 +79,18 @@ class Check(pydantic.BaseModel):
         entries = [
             entry
             for entry in content.get("verdicts") or content.get("cells") or []
-            if all(entry.get(key) == value for key, value in self.select.items())
+            if all(entry.get(key) == value for key, value in select.items())
         ]
         if len(entries) != 1:
-            raise ClaimsError(f"{self.file}: {len(entries)} entries with {self.select}, not 1")
+            raise ClaimsError(f"{self.file}: {len(entries)} entries with {select}, not 1")
         value: Any = entries[0]
         for part in self.field.split("/"):
             try:
                 value = value[int(part)] if isinstance(value, list) else value[part]
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise ClaimsError(f"{self.file}: {self.select}: no field {self.field!r}") from error
+                raise ClaimsError(f"{self.file}: {select}: no field {self.field!r}") from error
+        if isinstance(value, list) and value and all(isinstance(v, float) for v in value):
+            return statistics.median(value)
         return value
 
     def contradiction(self) -> str | None:

@@ -29,6 +29,19 @@ def test_every_tested_claim_names_a_notebook_that_exists():
             assert any(claim.experiment.startswith(stem) for stem in stems), claim.id
 
 
+def test_a_list_stands_for_its_median_and_a_ratio_for_two_entries(data):
+    text = ENTRY.replace(
+        'field = "outcome/n", equals = 3', 'per = { name = "b" }, field = "s", at_least = 2'
+    )
+    (data / "verdicts").mkdir(parents=True)
+    cells = [{"name": "02.a", "s": [9.0, 4.0, 3.0]}, {"name": "b", "s": [1.0, 2.0, 7.0]}]
+    (data / "verdicts" / "t.json").write_text(json.dumps({"cells": cells}))
+    (data / "claims.toml").write_text(text)
+    (claim,) = claims.load()
+    assert claim.checks[0].found() == 2.0
+    assert claim.contradictions() == []
+
+
 def ledger(data, text, n=3):
     folder = data / "verdicts"
     folder.mkdir(parents=True)
