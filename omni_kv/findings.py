@@ -312,7 +312,7 @@ def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int)
 def _kernel_name(index: Any) -> str:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    kernel = kernel_side_table.get_kernel(index)
+    kernel: Any = kernel_side_table.get_kernel(index)
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner around it
         kernel = kernel.fn
     return getattr(kernel, "__name__", f"Triton kernel {index}")
