@@ -25,7 +25,8 @@ def write_slots(pool: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tens
 
 def _in_sixteen_bytes(x: torch.Tensor) -> bool:
     """Whether a tensor is made of aligned runs of 16 bytes."""
-    steps = [n * x.element_size() for n in (x.shape[-1], *x.stride()[:-1])]
+    counts = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    steps = [n * x.element_size() for n in counts]
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *steps))
 
 

@@ -3,7 +3,8 @@ import torch
 
 from omni_kv.attention import BackendError, attend, choose_backend
 from omni_kv.geometry import preset
-from omni_kv.op import ar_diffusion_paged_write_attn
+from omni_kv.guarded import map_region
+from omni_kv.op import ar_diffusion_paged_write_attn, write_slots
 
 HEADS, DIM, BLOCK, PAGES = 4, 16, 8, 12
 
@@ -139,6 +140,19 @@ def test_a_backend_that_cannot_be_had_is_an_error_that_says_what_to_change(
 ):
     with pytest.raises(BackendError, match=message):
         choose_backend(name, preset("tiny").replace(**changes), device)
+
+
+@pytest.mark.parametrize("header", range(5))
+def test_slots_are_written_wherever_the_pool_begins(header):
+    """Also where the pool is aligned to 16 bytes and its storage is not, or the other way round."""
+    for unaligned in range(4):
+        memory = map_region((header + 6 * 8,), torch.float32, after=unaligned).tensor
+        pool = memory[header:].view(6, 2, 4)
+        rows = torch.randn(2, 2, 4)
+        write_slots(pool, torch.tensor([4, 1]), rows)
+        assert torch.equal(pool[[4, 1]], rows)
+        assert not pool[[0, 2, 3, 5]].any()
+        assert not memory[:header].any()
 
 
 def test_flash_attn_names_the_page_size_that_it_cannot_take(monkeypatch):
