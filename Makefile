@@ -37,10 +37,8 @@ report: env ## Run every notebook and build the report from them [PROFILE=gpu]
 	$(RUN) report --executed build/notebooks --out build/report
 
 test: lint ## Lint, type check, tests, and the notebooks against their stored verdicts
-	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile tests
-	@if ls notebooks/*.ipynb >/dev/null 2>&1; then set -x; \
-	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile \
-	    --nbval-lax --nbval-current-env notebooks; fi
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile --durations=12 \
+	    --nbval-lax --nbval-current-env tests notebooks
 
 lab: env ## Open the notebooks in JupyterLab
 	PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab notebooks

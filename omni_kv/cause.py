@@ -13,12 +13,10 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 
 from omni_kv.audits import audit
 from omni_kv.guarded import Region, map_region
-from omni_kv.isolation import Outcome, run_forked, run_isolated
+from omni_kv.isolation import Outcome, graph_caches_off, run_forked, run_isolated
 from omni_kv.op import ar_diffusion_paged_write_attn
 
 CountsFrom = Literal["data pointer", "storage start"]
@@ -277,10 +275,7 @@ def compiled_afresh(fn: Callable[..., torch.Tensor], dynamic: bool = False) -> C
     compiled = torch.compile(fn, dynamic=dynamic)
 
     def call(*args: Any) -> Any:
-        with (
-            inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
-            functorch_config.patch({"enable_autograd_cache": False}),
-        ):
+        with graph_caches_off():
             return compiled(*args)
 
     return call

@@ -16,7 +16,13 @@ import torch
 
 from omni_kv.geometry import Geometry
 from omni_kv.guarded import Region, map_region
-from omni_kv.isolation import Outcome, run_all, run_isolated
+from omni_kv.isolation import (
+    Outcome,
+    graph_caches_off,
+    run_all,
+    run_forked,
+    run_isolated,
+)
 from omni_kv.model import make_model, rope_3d
 from omni_kv.pools import Layout, Pools, make_pools
 from omni_kv.rollout import random_text, window_of_chunk
@@ -119,12 +125,29 @@ def isolated_layer(case: LayerCase, **options: Any) -> Outcome[LayerRun]:
 
 
 def isolated_layers(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
-    """Run several cases, each in a child process of its own, and return outcomes in order.
+    """Run several cases, each in a process of its own, and return outcomes in order.
 
-    Two at a time on a CPU; on a GPU one after the other, since a pool may fill the card.
+    On a CPU two child processes import torch once each and fork for every case, without a look at
+    the graphs that other cases left in the compile cache. On a GPU, which a fork cannot use, each
+    case has a child process of its own, one after the other, since a pool may fill the card.
+
+    Args:
+        cases: what to run.
     """
-    workers = 2 if all(case.device == "cpu" for case in cases) else 1
-    return run_all([partial(isolated_layer, case) for case in cases], workers)
+    if any(case.device != "cpu" for case in cases):
+        return [isolated_layer(case) for case in cases]
+    hands = [cases[0::2], cases[1::2]]
+    children = run_all([partial(run_isolated, _fork_for_each, hand) for hand in hands if hand])
+    done = [iter(child.unwrap()) for child in children]
+    return [next(done[number % 2]) for number in range(len(cases))]
+
+
+def _fork_for_each(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
+    import torch._inductor.compile_fx
+
+    torch.set_num_threads(1)
+    with graph_caches_off():
+        return [run_forked(partial(run_layer, case)) for case in cases]
 
 
 def crash_cases(geometry: Geometry, device: str = "cpu", seed: int = 0) -> list[LayerCase]:

@@ -13,15 +13,10 @@ import contextlib
 import copyreg
 import importlib
 import io
-import os
-import signal
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from omni_kv.audit_report import Comparison, Result, Run
 from omni_kv.differences import bits_of, difference_of
-from omni_kv.isolation import Outcome, run_all, run_isolated
+from omni_kv.isolation import Outcome, graph_caches_off, run_all, run_forked, run_isolated
 from omni_kv.laid import MEMORIES, Memory, View, lay, map_leaves, pack
 from omni_kv.lens import fresh_frame, original
 from omni_kv.lens_records import input_name, parameter_names
@@ -143,18 +138,14 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
         else:
             hands[number % len(hands)].append(number)
     hands = [hand for hand in hands if hand]
-    with tempfile.TemporaryDirectory(prefix="omni-kv-compare-") as folder:
-        options: Any = {"timeout": timeout, "env": _CHILD_ENV}
-        calls = [
-            partial(run_isolated, _child, [parcels[n] for n in hand], f"{folder}/{n}", **options)
-            for n, hand in enumerate(hands)
-        ]
-        for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
-            for place, number in enumerate(hand):
-                if outcome.value is not None:
-                    found[number] = outcome.value[place]
-                else:
-                    found[number] = jobs[number].untested(*_why_no_outcome(outcome))
+    options: Any = {"timeout": timeout, "env": _CHILD_ENV}
+    calls = [partial(run_isolated, _child, [parcels[n] for n in hand], **options) for hand in hands]
+    for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
+        for place, number in enumerate(hand):
+            if outcome.value is not None:
+                found[number] = outcome.value[place]
+            else:
+                found[number] = jobs[number].untested(*_why_no_outcome(outcome))
     return [comparison for number in sorted(found) for comparison in found[number]]
 
 
@@ -251,16 +242,9 @@ class _Backend:
         return call
 
 
-def _child(parcels: list[_Parcel], folder: str) -> list[list[Comparison]]:
+def _child(parcels: list[_Parcel]) -> list[list[Comparison]]:
     """Do the jobs in turn; one that fails leaves the others alone."""
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
     torch.set_num_threads(1)
-    os.mkdir(folder)
-    # Jobs must not find each other's graphs: the caches' keys do not see how inputs share storage.
-    no_graph_cache = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-    no_aot_cache = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
     done = []
     for parcel in parcels:
         try:
@@ -268,12 +252,8 @@ def _child(parcels: list[_Parcel], folder: str) -> list[list[Comparison]]:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module)
             job = torch.load(io.BytesIO(parcel.content), weights_only=False)
-            with (
-                inductor_config.patch(no_graph_cache),
-                functorch_config.patch(no_aot_cache),
-                torch.set_grad_enabled(job.grad),
-            ):
-                done.append(_do(job.unpacked(), folder))
+            with graph_caches_off(), torch.set_grad_enabled(job.grad):
+                done.append(_do(job.unpacked()))
         except Exception as error:
             traceback.print_exc()
             how = cause_line(error)
@@ -283,7 +263,7 @@ def _child(parcels: list[_Parcel], folder: str) -> list[list[Comparison]]:
     return done
 
 
-def _do(job: Job, folder: str) -> list[Comparison]:
+def _do(job: Job) -> list[Comparison]:
     """Compile for each call of the series, and compare those that have a label.
 
     A mutated tensor that holds one value everywhere, as a pool does that was just allocated, is
@@ -320,20 +300,20 @@ def _do(job: Job, folder: str) -> list[Comparison]:
         ) -> dict[str, torch.Tensor]:
             return _changed(fn(*args, **job.kwargs), named, before)
 
-        status, expected = _fork(partial(call, job.fn), folder)
+        status, expected = _fork(partial(call, job.fn))
         if expected is not None and (blank := _blank(named, expected)):
             # A pool that is zero all over looks the same wherever it is read from.
             generator = torch.Generator().manual_seed(0)
             for name in blank:
                 named[name].detach().copy_(torch.randn(named[name].shape, generator=generator))
             before.update({name: tensor.detach().clone() for name, tensor in named.items()})
-            status, expected = _fork(partial(call, job.fn), folder)
+            status, expected = _fork(partial(call, job.fn))
         if expected is None:
             raise RuntimeError(f"the eager call itself did not return: {status}")
         runs = []
         for memory in MEMORIES:
             backend.memory = memory
-            status, got = _fork(partial(call, compiled), folder)
+            status, got = _fork(partial(call, compiled))
             runs.append(_judge(memory, status, before, expected, got))
         comparisons.append(_comparison(label, runs))
     return comparisons
@@ -391,32 +371,12 @@ def _changed(
 
 
 def _fork(
-    work: Callable[[], dict[str, torch.Tensor]], folder: str
+    work: Callable[[], dict[str, torch.Tensor]],
 ) -> tuple[str, dict[str, torch.Tensor] | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
-    result, note = Path(folder) / "seen", Path(folder) / "error"
-    result.unlink(missing_ok=True)
-    note.unlink(missing_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.save(work(), result)
-            code = 0
-        except BaseException as error:
-            traceback.print_exc()
-            note.write_text(f"{type(error).__name__}: {error}")
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name, None
-    if status != 0:
-        return _first_line(note.read_text()) if note.exists() else "it ended itself", None
-    return "", torch.load(result, weights_only=True)
+    outcome = run_forked(work)
+    how = "" if outcome.status == "returned" else _first_line(outcome.error or "")
+    return outcome.signal or how, outcome.value
 
 
 def _judge(

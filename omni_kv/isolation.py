@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +158,7 @@ def run_isolated(
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         seconds = time.monotonic() - start
-        tail = (folder / "output").read_bytes().decode(errors="replace")[-4000:]
+        tail = _tail(folder / "output")
         return _outcome(folder, child.returncode, timed_out, seconds, tail)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,21 +174,42 @@ def run_forked(fn: Callable[[], T]) -> Outcome[T]:
         fn: a function without arguments; its result must be picklable.
     """
     folder = Path(tempfile.mkdtemp(prefix="omni-kv-fork-"))
+    output = folder / "output"
     start = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _keep_result(fn, folder)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(pid, 0)
     try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                _keep_result(fn, folder)
+                sys.stderr.flush()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        return _outcome(folder, code, False, time.monotonic() - start, "")
+        return _outcome(folder, code, False, time.monotonic() - start, _tail(output))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def graph_caches_off() -> Iterator[None]:
+    """Let compilations in one process not find each other's graphs.
+
+    The keys of the compile caches do not see how inputs share storage. Compiled *kernels* are still
+    shared: their key is their source.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    graphs = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    aot = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    with inductor_config.patch(graphs), functorch_config.patch(aot):
+        yield
 
 
 def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list[Outcome[T]]:
@@ -217,6 +238,10 @@ def _outcome(folder: Path, code: int, timed_out: bool, seconds: float, tail: str
     if (folder / "error").exists():
         return outcome("raised", error=(folder / "error").read_text())
     return outcome("raised", error=f"SystemExit: the process ended itself with code {code}")
+
+
+def _tail(output: Path) -> str:
+    return output.read_bytes().decode(errors="replace")[-4000:]
 
 
 def _dump(thing: Any, path: Path) -> None:

@@ -150,6 +150,27 @@ def test_no_core_file_is_written():
     assert run_isolated(core_limit).unwrap() == (0, 0)
 
 
+def test_forks_report_like_children():
+    def forks():
+        import signal as sig
+
+        from omni_kv.isolation import run_forked
+
+        def fails():
+            print("last words")
+            raise IndexError("slot 7")
+
+        dies = run_forked(lambda: os.kill(os.getpid(), sig.SIGSEGV))
+        return [run_forked(lambda: 5), run_forked(fails), dies]
+
+    fine, failed, died = run_isolated(forks).unwrap()
+    assert fine.value == 5
+    assert failed.error == "IndexError: slot 7"
+    assert "in fails" in failed.stderr_tail
+    assert died.describe() == "killed by SIGSEGV"
+    assert died.frames()[0].endswith("in <lambda>")
+
+
 def test_many_keep_their_order():
     outcomes = run_all([partial(run_isolated, lambda i=i: i) for i in range(3)])
     assert [o.value for o in outcomes] == [0, 1, 2]
