@@ -139,6 +139,19 @@ def bytes_past_the_end(answer: int) -> tuple[bool, str]:
     return answer == past, told if answer == past else f"not {answer:,} bytes on this release"
 
 
+def clone_milliseconds(answer: float) -> tuple[bool, str]:
+    """Hold an estimate against the clone's time in the recorded profiles of a step."""
+    from omni_kv import evidence, gpu_tables
+
+    record = evidence.load("step")
+    row = gpu_tables.clone_table(record, preset(PULL_REQUEST)).loc["clone of K and V"]
+    measured = [float(row[name]) for name in row.index if "shared" in name]
+    middle = sorted(measured)[len(measured) // 2]
+    told = f"the profiles of a step {record.provenance.label} say {middle:.1f} ms"
+    right = abs(answer - middle) <= 0.1 * middle
+    return right, told if right else f"{answer:g} ms is off by more than a tenth"
+
+
 ALL: dict[str, Exercise] = {
     "00.two-copies": Exercise(
         "write a function of two tensors whose graph ends with two copies into its inputs.",
@@ -223,5 +236,15 @@ ALL: dict[str, Exercise] = {
             "2 x 1,024 + 1,024 - 2,048",
         ),
         spare_room,
+    ),
+    "06.clone-milliseconds": Exercise(
+        "how many milliseconds do the clones of one step take on the H200, at 4,282 GB/s? A tenth "
+        "more or less will do.",
+        (
+            "40 layers; each clone reads 545,587,200 elements of 2 bytes",
+            "what is read is written, too: count the bytes twice",
+            "2 x 40 x 545,587,200 x 2 bytes over 4.282e12 bytes a second",
+        ),
+        clone_milliseconds,
     ),
 }
