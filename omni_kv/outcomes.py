@@ -11,11 +11,13 @@ from omni_kv import verdicts
 if TYPE_CHECKING:
     from omni_kv.evidence import Record
 
+DYNAMIC = "02.shared, neighbour, dynamic shapes"
+
 #: What is asked of notebook 02's records, in the order in which the story goes.
 QUESTIONS = (
     ("02.shared, guard after", "K and V as halves of one allocation, an unmapped page behind it"),
     ("02.shared, neighbour", "The same, with mapped memory behind it"),
-    ("02.shared, neighbour, dynamic shapes", "The same, compiled with dynamic shapes"),
+    (DYNAMIC, "The same, compiled with dynamic shapes"),
 )
 
 ORIGINS = {"neighbour": "memory from outside the pool", "keys": "K", "other": "something else"}
@@ -49,12 +51,20 @@ def in_words(outcome: Mapping[str, Any]) -> str:
     return "right" if right else str(outcome["output"])
 
 
+def _dies_dynamic(release: str) -> bool:
+    """Whether dynamic shapes die at an unmapped page on this release, as notebook 05 records it."""
+    found = recorded(release, "05.dynamic=True").get("05.dynamic=True")
+    return found is not None and found["guarded"] != "returned"
+
+
 def outcome_lines() -> list[str]:
     """What became of a compiled layer, one Markdown line a question, all releases in each."""
     lines = []
     for name, question in QUESTIONS:
         found = {r: recorded(r, name).get(name) for r in releases()}
         told = [f"torch {r}: {in_words(o)}" for r, o in found.items() if o is not None]
+        if name == DYNAMIC:
+            told += [f"torch {r} dies at an unmapped page, too" for r in found if _dies_dynamic(r)]
         if told:
             lines.append(f"**{question}.** {_sentence(told)}")
     separate = [o for r in releases() for o in recorded(r, "02.separate").values()]
