@@ -33,6 +33,14 @@ QUIET = (
 )
 
 
+#: Resolves when fonts and pictures are decoded and two frames have been drawn with them.
+_DRAWN = """
+Promise.all([document.fonts.ready, ...Array.from(document.images, i => i.decode().catch(() => 0))])
+  .then(() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))))
+  .then(() => true)
+"""
+
+
 class BrowserError(RuntimeError):
     """The browser did not start, did not answer, or refused a command."""
 
@@ -88,10 +96,11 @@ class Browser:
             self._close()
 
     def open(self, url: str) -> None:
-        """Load a page, and wait until it and what it refers to are there."""
+        """Load a page, and wait until it and what it refers to are there, and are drawn."""
         self.events.clear()
         self.call("Page.navigate", url=url)
         self._until(lambda: any(method == "Page.loadEventFired" for method, _ in self.events))
+        self.evaluate(_DRAWN)
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; promises are awaited."""

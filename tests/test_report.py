@@ -224,8 +224,16 @@ def test_building_twice_gives_the_same_bytes(
     executed: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "Pacific/Auckland")
-    build_report(executed, tmp_path)
-    assert bytes_of(tmp_path) == bytes_of(built)
+    for attempt in range(3):
+        build_report(executed, tmp_path)
+        again, before = bytes_of(tmp_path), bytes_of(built)
+        # On a busy machine Chromium was seen to print the same page in other bytes, once in a few
+        # dozen times; the site has no such excuse.
+        differ = {name for name in {*again, *before} if again.get(name) != before.get(name)}
+        assert differ <= {PDF_NAME}
+        if not differ:
+            return
+    pytest.fail(f"the PDF differs after {attempt + 1} further builds")
 
 
 def test_the_pdf_is_there_if_anything_can_print_it(built: Path) -> None:
