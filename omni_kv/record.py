@@ -114,7 +114,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         _measured(plan, f"{backend}, {layout}", "measure_rollouts", backend, layout, *lengths)
         for layout, backends, lengths in (
             ("separate", plan.backends, (plan.chunks, plan.repeats, plan.chunks)),
-            ("shared", plan.backends[:2], (plan.chunks, 1, 2)),
+            ("shared", plan.backends, (plan.chunks, 1, 2)),
         )
         for backend in backends
     ]
