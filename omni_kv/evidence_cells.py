@@ -110,7 +110,21 @@ class CrashRun(Strict):
 
 
 class SanitizerRun(Strict):
-    """What compute-sanitizer's memcheck said of the first bad access."""
+    """What compute-sanitizer's memcheck said of the first bad access.
+
+    Attributes:
+        name: unique within the record.
+        verdict: kind and size of the access, in the tool's words.
+        kernel: that made it.
+        access_bytes: its size.
+        address: where it went.
+        distance_bytes: from the end of the nearest allocation, or, negative, to its beginning.
+        allocation_address: of the nearest allocation.
+        allocation_bytes: its size.
+        pool_numel: elements of V.
+        value_pool_end: address of the first byte behind V.
+        errors: how many accesses were bad.
+    """
 
     kind: Literal["sanitizer"] = "sanitizer"
     name: str

@@ -22,8 +22,8 @@ def sanitizer_run(name: str, geometry: Geometry, timeout: float = 400.0) -> Sani
     """Run the layer under compute-sanitizer and read its first report.
 
     The pool has the preset's size; the chunk has few tokens, since everything runs many times
-    slower under the tool. Each tensor gets an allocation of its own, so that the "nearest
-    allocation" in the report is the pool.
+    slower under the tool. Each tensor gets an allocation of its own, so that what lies behind the
+    pool belongs to nobody, as far as the tool knows.
 
     Raises:
         RuntimeError: if the tool is not there or reports nothing.
@@ -82,7 +82,7 @@ def read_sanitizer(name: str, output: str) -> SanitizerRun:
         r"(Invalid __global__ \w+) of size (\d+) bytes",
         r"\n=+ +at (\w+)\+",
         r"(?:Access to|Address) 0x([0-9a-f]+) is out of bounds",
-        r"is (\d+) bytes after the nearest allocation at 0x([0-9a-f]+) of size (\d+) bytes",
+        r"is (\d+) bytes (after|before) the nearest allocation at 0x([0-9a-f]+) of size (\d+)",
         r"ERROR SUMMARY: (\d+) error",
     )
     matches = [re.search(pattern, plain) for pattern in patterns]
@@ -96,9 +96,9 @@ def read_sanitizer(name: str, output: str) -> SanitizerRun:
         kernel=kernel[0],
         access_bytes=int(verdict[1]),
         address=int(address[0], 16),
-        distance_bytes=int(nearest[0]),
-        allocation_address=int(nearest[1], 16),
-        allocation_bytes=int(nearest[2]),
+        distance_bytes=int(nearest[0]) if nearest[1] == "after" else -int(nearest[0]),
+        allocation_address=int(nearest[2], 16),
+        allocation_bytes=int(nearest[3]),
         pool_numel=int(pool[0]),
         value_pool_end=int(pool[1]),
         errors=int(errors[0]),

@@ -81,10 +81,14 @@ def sanitizer_table(record: Record) -> pd.Series:
             "verdict": run.verdict,
             "kernel": run.kernel,
             "address": hex(run.address),
-            "bytes past the nearest allocation": run.distance_bytes,
-            "nearest allocation, bytes": run.allocation_bytes,
-            "bytes of K and V together": 2 * 2 * run.pool_numel,
             "bytes past the end of V": run.address - run.value_pool_end,
+            "nearest allocation": (
+                f"{abs(run.distance_bytes):,} bytes "
+                f"{'before' if run.distance_bytes > 0 else 'behind'} the address, "
+                f"of {run.allocation_bytes:,} bytes"
+            ),
+            "bytes of K and V together": 2 * 2 * run.pool_numel,
+            "bad accesses": run.errors,
         },
         name="compute-sanitizer",
     )

@@ -173,6 +173,11 @@ def test_the_sanitizers_report_is_read() -> None:
     assert run.allocation_bytes == 65_536_000
 
 
+def test_the_nearest_allocation_may_lie_behind_the_access() -> None:
+    run = read_sanitizer("memcheck", SANITIZER.replace("bytes after the", "bytes before the"))
+    assert run.distance_bytes == -1_575_937
+
+
 def test_a_report_without_an_access_is_refused() -> None:
     with pytest.raises(RuntimeError, match="compute-sanitizer's output"):
         read_sanitizer("memcheck", "========= ERROR SUMMARY: 0 errors")
