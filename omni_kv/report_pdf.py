@@ -27,7 +27,7 @@ def write_pdf(page: Path, target: Path, epoch: int) -> str:
         content = route(page)
         if content is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(dated(content, epoch))
+            target.write_bytes(numbered(dated(content, epoch)))
             return f"{target}: printed by {by}"
     target.unlink(missing_ok=True)
     return INSTALL
@@ -58,3 +58,14 @@ def dated(content: bytes, epoch: int) -> bytes:
     return re.sub(
         rb"(/(?:CreationDate|ModDate) ?\(D:)\d{14}", lambda found: found[1] + stamp, content
     )
+
+
+def numbered(content: bytes) -> bytes:
+    """Number a tagged PDF's structure elements from 1, in as many bytes.
+
+    Chromium names them after the page's nodes, whose numbers begin where its start happened to end:
+    ``node00000817`` in one run is ``node00000815`` in the next. Their order is always the same.
+    """
+    names = sorted(set(re.findall(rb"node\d{8}", content)))
+    rank = {name: b"node%08d" % number for number, name in enumerate(names, 1)}
+    return re.sub(rb"node\d{8}", lambda found: rank[found[0]], content)
