@@ -30,7 +30,7 @@ LIGHT, DARK = "#EEEEEE", "#222222"
 ORIGINS: dict[Origin, tuple[str, str, str]] = {
     "right": (SKY, "", "right"),
     "neighbour": (RED, "///", "memory outside the pool"),
-    "keys": (ORANGE, "...", "the same slot of K"),
+    "keys": (ORANGE, "\\\\\\", "the same slot of K"),
     "other": (DARK, "", "something else"),
 }
 

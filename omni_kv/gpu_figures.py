@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.figure import Figure
 
 from omni_kv.evidence import Record
@@ -56,7 +57,7 @@ def parts_figure(record: Record) -> Figure:
     with plt.style.context(STYLE):
         fig, ax = plt.subplots(figsize=(8, 0.5 * len(parts.columns) + 1.8))
         left = [0.0] * len(parts.columns)
-        hatches = ("", "", "///", "", "...", "xx", "")
+        hatches = ("", "", "///", "", "\\\\\\", "xx", "")
         for number, (part, row) in enumerate(parts.iterrows()):
             ax.barh(
                 list(parts.columns),
@@ -69,7 +70,7 @@ def parts_figure(record: Record) -> Figure:
             )
             left = [start + width for start, width in zip(left, row, strict=True)]
         ax.invert_yaxis()
-        ax.set(xlabel="ms of device time in one step", title="Where a step's time goes")
+        ax.set(xlabel="ms of device time in one step", title=_parts_title(parts))
         fig.legend(loc="outside lower center", ncols=3, fontsize=8)
         _label(fig, record)
     return fig
@@ -85,9 +86,29 @@ def memory_figure(record: Record) -> Figure:
         bars = ax.barh(names, peaks, color="C0")
         ax.bar_label(bars, fmt="%.1f", padding=3)
         ax.invert_yaxis()
-        ax.set(xlabel="peak memory, GiB", title="Shared halves take one clone more")
+        ax.set(xlabel="peak memory, GiB", title=_memory_title(runs))
         _label(fig, record)
     return fig
+
+
+def _parts_title(parts: pd.DataFrame) -> str:
+    totals = parts.sum()
+    fastest = totals.idxmin()
+    share = parts.loc[["attention", "matrix products"], fastest].sum() / totals[fastest]
+    return f"Attention and matrix products take {share:.0%} of the fastest step"
+
+
+def _memory_title(runs: list[RolloutRun]) -> str:
+    def least(mode: str, layout: str) -> int:
+        peaks = [run.peak_bytes for run in runs if (run.mode, run.layout) == (mode, layout)]
+        return min(peaks, default=0)
+
+    separate, shared = least("compiled", "separate"), least("compiled", "shared")
+    if shared:
+        more = (shared - separate) / 2**30
+        return f"Shared halves take {more:.1f} GiB more at the peak"
+    saved = (least("eager", "separate") - separate) / 2**30
+    return f"Compiled over separate pools takes {saved:.1f} GiB less than eager"
 
 
 def _label(fig: Figure, record: Record) -> None:

@@ -43,7 +43,7 @@ def crash_table(record: Record) -> pd.DataFrame:
             "of them a neighbour's": _share(run.rows_neighbour, run.rows),
             "flat buffers": ", ".join(run.clones) or "none",
             "configurations timed": max(
-                (n for name, n in run.configs.items() if "clone" in name), default=None
+                (str(n) for name, n in run.configs.items() if "clone" in name), default=""
             ),
             "raised at": run.frames[-1] if run.frames else "",
         }
@@ -80,7 +80,6 @@ def sanitizer_table(record: Record) -> pd.Series:
         {
             "verdict": run.verdict,
             "kernel": run.kernel,
-            "address": hex(run.address),
             "bytes past the end of V": run.address - run.value_pool_end,
             "nearest allocation": (
                 f"{abs(run.distance_bytes):,} bytes "

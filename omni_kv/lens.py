@@ -22,6 +22,7 @@ import functools
 import itertools
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -126,7 +127,9 @@ def _compile(
     compiled = torch.compile(
         fresh_frame(fn), backend=recorder.backend, dynamic=dynamic, fullgraph=fullgraph
     )
-    with contextlib.suppress(_Stop):
+    with contextlib.suppress(_Stop), warnings.catch_warnings():
+        # On a GPU Inductor recommends a faster product; nothing is run here.
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         compiled(*args, **kwargs)
 
 

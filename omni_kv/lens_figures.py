@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from IPython.display import Code
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import fx
@@ -199,23 +200,30 @@ def _shortened(arguments: list[str]) -> list[str]:
     return kept
 
 
-def kernel_source(graph: GraphCapture, argument: Argument) -> str:
-    """The part of the generated kernel that makes the clone of an argument.
+def kernel_source(graph: GraphCapture, argument: Argument) -> Code:
+    """The part of the generated kernel that makes the clone of an argument, to be displayed.
 
-    For a CPU that is the loop around the load, without the casts; for a GPU, the whole kernel. The
-    line that loads from the argument is marked. Empty if there is no such kernel.
+    For a CPU that is the loop around the load, in C++, without the casts; for a GPU, the function
+    that Triton compiles. The line that loads from the argument is marked. Empty if there is no such
+    kernel.
     """
     if argument.clone is None or not argument.clone.kernel or not graph.generated_code:
-        return ""
+        return Code("")
     call, *loads = argument.clone.kernel
     lines = kernel_text(graph.generated_code, re.split(r"[.(]", call)[0])
     at = next(i for i, line in enumerate(lines) if line.strip() in loads)
+    pointer = re.findall(r"\bin_ptr\d+\b", lines[at])[0]
     if call.startswith("triton"):
-        body = [f"{line}  # <--" if i == at else line for i, line in enumerate(lines)]
+        start = lines.index("@triton.jit")
+        body, comment, language = (
+            [*lines[start:at], f"{lines[at]}  # <--", *lines[at + 1 :]],
+            "#",
+            "python",
+        )
     else:
-        body = _loop_around(lines, at)
-    pointers = re.findall(r"\bin_ptr\d+\b", lines[at])
-    return "\n".join([f"// {pointers[0]} is {argument.input}, out_ptr the clone", *body])
+        body, comment, language = _loop_around(lines, at), "//", "c++"
+    heading = f"{comment} {pointer} is {argument.input}, out_ptr the clone"
+    return Code("\n".join([heading, *body]), language=language)
 
 
 def _loop_around(lines: list[str], at: int) -> list[str]:

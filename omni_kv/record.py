@@ -151,13 +151,18 @@ def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Re
     command = f"notebook 06_measure_the_fix, device={device}, preset={preset_name}"
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as temporary:
         out = Path(folder or temporary)
-        record(plan, provenance(device, command), out, (*measured, "live"), print)
+        record(plan, provenance(device, command), out, (*measured, "live"), _say)
         missing = [n for n in (*measured, "live") if not (out / f"{n}.json").exists()]
         if missing:
             raise RuntimeError(f"not measured: {', '.join(missing)}; the lines above say why")
         found = {name: read(out / f"{name}.json") for name in measured}
         live = read(out / "live.json")
     return found | {"step": live, "rollout": live} | {name: load(name) for name in recorded}
+
+
+def _say(line: str) -> None:
+    # One write: a notebook keeps what several threads print apart, also a line from its end.
+    print(line + "\n", end="")
 
 
 def record_command(

@@ -68,15 +68,39 @@ def test_the_picture_is_a_table_that_escapes_its_text(graphs) -> None:
 def test_the_kernel_is_reduced_to_the_loop_of_the_clone_with_its_index(graphs, label) -> None:
     graph = graphs["shared", label]
     argument = cloned(graph)
-    lines = kernel_source(graph, argument).splitlines()
+    lines = kernel_source(graph, argument).data.splitlines()
     (load,) = (line for line in lines if "<--" in line)
     assert "value_pool" in lines[0]
     assert lines[1].startswith("for(")
     assert "static_cast" not in load
     assert ("-" in load.split("=")[1].split("//")[0]) == (argument.clone.first < 0)
-    assert (
-        kernel_source(graphs["separate", label], argument.model_copy(update={"clone": None})) == ""
+    no_clone = argument.model_copy(update={"clone": None})
+    assert kernel_source(graphs["separate", label], no_clone).data == ""
+
+
+def test_of_a_triton_kernel_the_function_is_shown_as_python(graphs) -> None:
+    kernel = """
+import triton
+
+@triton_heuristics.pointwise(size_hints={'x': 64})
+@triton.jit
+def triton_poi_fused_clone_0(in_ptr0, out_ptr0, xnumel):
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + (x0), xmask)
+    tl.store(out_ptr0 + (x0), tmp0, xmask)
+"""
+    code = (
+        f"triton_poi_fused_clone_0 = async_compile.triton('k', '''{kernel}''', device_str='cuda')"
     )
+    graph = graphs["shared", "static"].model_copy(update={"generated_code": code})
+    argument = cloned(graphs["shared", "static"])
+    call = ("triton_poi_fused_clone_0.run(arg, buf, 64)", "tmp0 = tl.load(in_ptr0 + (x0), xmask)")
+    clone = argument.clone.model_copy(update={"kernel": call})
+    shown = kernel_source(graph, argument.model_copy(update={"clone": clone}))
+    lines = shown.data.splitlines()
+    assert shown.language == "python"
+    assert lines[:2] == ["# in_ptr0 is value_pool, out_ptr the clone", "@triton.jit"]
+    assert [line for line in lines if "<--" in line] == [f"    {call[1]}  # <--"]
 
 
 def test_the_bars_are_as_long_as_what_is_read_and_handed(graphs) -> None:
