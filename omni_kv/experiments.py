@@ -6,7 +6,6 @@ to call from a notebook or a test.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,7 +168,9 @@ def crash_cases(geometry: Geometry, device: str = "cpu", seed: int = 0) -> list[
 
 
 def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun]]:
-    """Run separate pools with the compile cache that shared halves left behind, in new processes.
+    """Run separate pools with the compile cache that shared halves left behind.
+
+    Every run is a process of its own, forked from one that has compiled nothing.
 
     Args:
         geometry: the sizes.
@@ -180,12 +181,20 @@ def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun
     """
     first = LayerCase(geometry, "shared", "neighbour", seed=seed)
     after = [LayerCase(geometry, "separate", memory, seed=seed) for memory in get_args(Memory)[:3]]
-    with tempfile.TemporaryDirectory(prefix="omni-kv-cache-") as cache:
-        outcomes = {f"{first.label}: fills the cache": isolated_layer(first, cache_dir=cache)}
-        stale = run_all([partial(isolated_layer, case, cache_dir=cache) for case in after])
+    one_cache, fresh = [first, *after], after[-1:]
+    calls = [partial(run_isolated, _fork_over_one_cache, cases) for cases in (one_cache, fresh)]
+    (filled, *stale), (anew,) = (outcome.unwrap() for outcome in run_all(calls))
+    outcomes = {f"{first.label}: fills the cache": filled}
     outcomes |= {f"{c.label}: stale cache": o for c, o in zip(after, stale, strict=True)}
-    outcomes[f"{after[-1].label}: fresh cache"] = isolated_layer(after[-1])
-    return outcomes
+    return outcomes | {f"{after[-1].label}: fresh cache": anew}
+
+
+def _fork_over_one_cache(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
+    """Processes of one compile cache: what one leaves there is all that the next one finds."""
+    import torch._inductor.compile_fx
+
+    torch.set_num_threads(1)
+    return [run_forked(partial(run_layer, case)) for case in cases]
 
 
 def summary(outcome: Outcome[LayerRun]) -> dict[str, Any]:

@@ -249,14 +249,27 @@ def _tail(output: Path) -> str:
 
 
 def _dump(thing: Any, path: Path) -> None:
-    """Pickle with cloudpickle; torch.save keeps tensors that share a storage sharing it."""
+    """Pickle with cloudpickle; torch.save keeps tensors that share a storage sharing it.
+
+    What does not speak of torch is pickled without it: a process needs seconds to import torch.
+    """
     import cloudpickle
+
+    content = cloudpickle.dumps(thing)
+    if b"torch" not in content:
+        path.write_bytes(content)
+        return
     import torch
 
     torch.save(thing, path, pickle_module=cloudpickle)
 
 
 def _load(path: Path) -> Any:
+    import pickle
+    import zipfile
+
+    if not zipfile.is_zipfile(path):
+        return pickle.loads(path.read_bytes())
     import torch
 
     return torch.load(path, weights_only=False)

@@ -40,9 +40,8 @@ def test_separate_storages_are_not_cloned():
     assert not predict(placements((8, 2, 4))["separate"], "data pointer").cloned
 
 
-# Odd sizes, below and above a page of memory, in four dtypes.
+# Odd sizes, below and above a page of memory, in three dtypes; notebook 05 has others.
 CHOSEN = [
-    ((64, 2, 8), "float32"),
     ((3, 1, 1), "float64"),
     ((199, 4, 13), "bfloat16"),
     ((57, 3, 11), "float16"),
@@ -66,18 +65,18 @@ def generated(count):
 def measured():
     """All placements of the chosen shapes, and halves of generated ones, in one child process."""
     cases = [p for shape, dtype in CHOSEN for p in placements(shape, dtype).values()]
-    cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(6)]
+    cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(4)]
     return measure(cases).unwrap()
 
 
 def test_every_prediction_is_confirmed_to_the_element(measured):
-    assert len(measured) == 5 * len(CHOSEN) + 6
+    assert len(measured) == 5 * len(CHOSEN) + 4
     assert [m for m in measured if not m.confirms()] == []
 
 
 def test_all_kernels_of_a_release_count_from_the_same_place(measured):
     offset = [m.counts_from for m in measured if m.placement.value_offset and m.counts_from]
-    assert len(offset) == 3 * len(CHOSEN) + 6
+    assert len(offset) == 3 * len(CHOSEN) + 4
     assert len(set(offset)) == 1
 
 
