@@ -16,7 +16,7 @@ import torch
 
 from omni_kv.audits import audit
 from omni_kv.guarded import Region, map_region
-from omni_kv.isolation import Outcome, graph_caches_off, run_forked, run_isolated
+from omni_kv.isolation import graph_caches_off, run_dealt, run_forked
 from omni_kv.op import ar_diffusion_paged_write_attn
 
 CountsFrom = Literal["data pointer", "storage start"]
@@ -208,14 +208,17 @@ def measurements_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
 WRITTEN = 2
 
 
-def measure(cases: Sequence[Placement], timeout: float = 300.0) -> Outcome[list[Measurement]]:
-    """Compile the op over each placement in one child process, and run it in forks of that.
+def measure(cases: Sequence[Placement], timeout: float = 300.0) -> list[Measurement]:
+    """Compile the op over each placement in one of two child processes, and run it in forks of it.
 
     Args:
         cases: the placements; the storage must hold nothing in front of K and V but a header.
         timeout: seconds for all of them.
+
+    Raises:
+        RuntimeError: if a child did not return.
     """
-    return run_isolated(_measure_all, list(cases), timeout=timeout)
+    return run_dealt(_measure_all, cases, timeout=timeout)
 
 
 def _measure_all(cases: list[Placement]) -> list[Measurement]:

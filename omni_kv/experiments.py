@@ -19,6 +19,7 @@ from omni_kv.isolation import (
     Outcome,
     graph_caches_off,
     run_all,
+    run_dealt,
     run_forked,
     run_isolated,
 )
@@ -135,10 +136,7 @@ def isolated_layers(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
     """
     if any(case.device != "cpu" for case in cases):
         return [isolated_layer(case) for case in cases]
-    hands = [cases[0::2], cases[1::2]]
-    children = run_all([partial(run_isolated, _fork_for_each, hand) for hand in hands if hand])
-    done = [iter(child.unwrap()) for child in children]
-    return [next(done[number % 2]) for number in range(len(cases))]
+    return run_dealt(_fork_for_each, cases)
 
 
 def _fork_for_each(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:

@@ -23,9 +23,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 Status = Literal["returned", "raised", "killed", "timed out"]
@@ -225,6 +227,26 @@ def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list
     """
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda call: call(), calls))
+
+
+def run_dealt(
+    fn: Callable[[list[A]], list[T]], items: Sequence[A], workers: int = 2, **options: Any
+) -> list[T]:
+    """Deal items out to child processes, each with its share, and return the results in order.
+
+    Args:
+        fn: takes a list of items, and returns one result for each.
+        items: what to deal out.
+        workers: how many children.
+        options: passed on to ``run_isolated``: ``timeout``, ``env``, ``cache_dir``.
+
+    Raises:
+        RuntimeError: if a child did not return; the message holds its output.
+    """
+    hands = [list(items[first::workers]) for first in range(workers)]
+    children = run_all([partial(run_isolated, fn, hand, **options) for hand in hands if hand])
+    done = [iter(child.unwrap()) for child in children]
+    return [next(done[number % workers]) for number in range(len(items))]
 
 
 def _outcome(folder: Path, code: int, timed_out: bool, seconds: float, tail: str) -> Outcome[Any]:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch._inductor.fx_passes import reinplace
 from omni_kv.attention import attend
 from omni_kv.audits import audit
 from omni_kv.cause import Placement, call_op, compiled_afresh, inputs_for, placements, pools_in
-from omni_kv.isolation import Outcome, run_forked, run_isolated
+from omni_kv.isolation import run_dealt, run_forked
 
 
 @torch.library.custom_op("omni_kv::paged_write_attn_one_tensor", mutates_args=("kv_pool",))
@@ -84,34 +85,43 @@ class Trial:
         return self.guarded == "returned" and self.wrong == 0
 
 
-def try_changes(shape: tuple[int, int, int] = (64, 2, 8)) -> Outcome[list[Trial]]:
-    """Try each change alone, in one child process.
+def try_changes(shape: tuple[int, int, int] = (64, 2, 8)) -> list[Trial]:
+    """Try each change alone, in one of two child processes.
 
     Args:
         shape: ``(num_slots, num_kv_heads, head_dim)`` of K, and of V.
+
+    Raises:
+        RuntimeError: if a child did not return.
     """
-    return run_isolated(_try_all, shape, timeout=300)
+    return run_dealt(partial(_try_some, shape), list(_changes(shape)), timeout=300)
 
 
-def _try_all(shape: tuple[int, int, int]) -> list[Trial]:
-    torch.set_num_threads(1)
+#: Where K and V lie, what surrounds the compilation, and what else is changed.
+Change = tuple[Placement, AbstractContextManager[Any], dict[str, Any]]
+
+
+def _changes(shape: tuple[int, int, int]) -> dict[str, Change]:
     layouts = placements(shape)
-    halves, swapped, separate = (
-        layouts[name] for name in ("halves, K first", "halves, V first", "separate")
-    )
+    halves, swapped = layouts["halves, K first"], layouts["halves, V first"]
     v1 = inductor_config.patch(enable_auto_functionalized_v2=False)
-    trials: list[tuple[str, Placement, AbstractContextManager[Any], dict[str, Any]]] = [
-        ("nothing", halves, nullcontext(), {}),
-        ("mark_static_address on both pools", halves, nullcontext(), {"static_address": True}),
-        ("enable_auto_functionalized_v2=False", halves, v1, {}),
-        ("dynamic=True", halves, nullcontext(), {"dynamic": True}),
-        ("a storage offset of zero: V in front of K", swapped, nullcontext(), {}),
-        ("separate storages", separate, nullcontext(), {}),
-        ("one tensor argument, sliced in the op", halves, nullcontext(), {"one_tensor": True}),
-        ("an overlap check in the reinplace pass", halves, overlap_check(), {}),
-    ]
+    return {
+        "nothing": (halves, nullcontext(), {}),
+        "mark_static_address on both pools": (halves, nullcontext(), {"static_address": True}),
+        "enable_auto_functionalized_v2=False": (halves, v1, {}),
+        "dynamic=True": (halves, nullcontext(), {"dynamic": True}),
+        "a storage offset of zero: V in front of K": (swapped, nullcontext(), {}),
+        "separate storages": (layouts["separate"], nullcontext(), {}),
+        "one tensor argument, sliced in the op": (halves, nullcontext(), {"one_tensor": True}),
+        "an overlap check in the reinplace pass": (halves, overlap_check(), {}),
+    }
+
+
+def _try_some(shape: tuple[int, int, int], changes: list[str]) -> list[Trial]:
+    torch.set_num_threads(1)
     done = []
-    for change, placement, context, options in trials:
+    for change in changes:
+        placement, context, options = _changes(shape)[change]
         with torch.no_grad(), context:
             done.append(_try(change, placement, **options))
     return done

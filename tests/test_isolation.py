@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omni_kv.isolation import run_all, run_isolated
+from omni_kv.isolation import run_all, run_dealt, run_isolated
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +196,17 @@ def test_forks_report_like_children():
 def test_many_keep_their_order():
     outcomes = run_all([partial(run_isolated, lambda i=i: i) for i in range(3)])
     assert [o.value for o in outcomes] == [0, 1, 2]
+
+
+def test_what_is_dealt_out_comes_back_in_order_and_a_death_is_told():
+    assert run_dealt(lambda hand: [(os.getpid(), x) for x in hand], []) == []
+    pids, items = zip(
+        *run_dealt(lambda hand: [(os.getpid(), x) for x in hand], range(5)), strict=True
+    )
+    assert items == (0, 1, 2, 3, 4)
+    assert len(set(pids)) == 2
+    with pytest.raises(RuntimeError, match="killed by SIGSEGV"):
+        run_dealt(lambda hand: os.kill(os.getpid(), signal.SIGSEGV), [1])
 
 
 def test_a_time_limit_must_be_positive():

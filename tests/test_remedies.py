@@ -7,7 +7,7 @@ from omni_kv.remedies import overlap_check, try_changes
 
 @pytest.fixture(scope="module")
 def trials():
-    return {trial.change: trial for trial in try_changes().unwrap()}
+    return {trial.change: trial for trial in try_changes()}
 
 
 def test_what_keeps_the_halves_apart_for_the_pass_removes_the_clone(trials):
