@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import audit_cases as cases
 import matplotlib
 import pytest
@@ -92,7 +94,7 @@ def triton_poi_fused_clone_0(in_ptr0, out_ptr0, xnumel):
     code = (
         f"triton_poi_fused_clone_0 = async_compile.triton('k', '''{kernel}''', device_str='cuda')"
     )
-    graph = graphs["shared", "static"].model_copy(update={"generated_code": code})
+    graph = replace(graphs["shared", "static"], generated_code=code)
     argument = cloned(graphs["shared", "static"])
     call = ("triton_poi_fused_clone_0.run(arg, buf, 64)", "tmp0 = tl.load(in_ptr0 + (x0), xmask)")
     clone = argument.clone.model_copy(update={"kernel": call})
