@@ -82,9 +82,9 @@ def sanitizer_table(record: Record) -> pd.Series:
             "kernel": run.kernel,
             "bytes past the end of V": run.address - run.value_pool_end,
             "nearest allocation": (
-                f"{abs(run.distance_bytes):,} bytes "
-                f"{'before' if run.distance_bytes > 0 else 'behind'} the address, "
-                f"of {run.allocation_bytes:,} bytes"
+                f"{abs(run.distance_bytes):,} B "
+                f"{'before' if run.distance_bytes > 0 else 'behind'} it, "
+                f"{run.allocation_bytes:,} B long"
             ),
             "bytes of K and V together": 2 * 2 * run.pool_numel,
             "bad accesses": run.errors,

@@ -142,7 +142,7 @@ def clones(graph: GraphCapture) -> dict[str, int]:
 def draw(stops: Sequence[Stop]) -> Figure:
     """Draw the road: one box a stop, with what came out of it; marked ones make the copy."""
     wrapped = [
-        [line for text in stop.lines for line in textwrap.wrap(text, 118, subsequent_indent="    ")]
+        [line for text in stop.lines for line in textwrap.wrap(text, 110, subsequent_indent="    ")]
         for stop in stops
     ]
     heights = [0.52 + 0.16 * len(lines) for lines in wrapped]
