@@ -7,9 +7,10 @@ import re
 import statistics
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
-from omni_kv import evidence, gpu_tables
+from omni_kv import evidence, gpu_figures, gpu_tables
 from omni_kv.bench import bench_table
 from omni_kv.evidence import EvidenceError, Provenance, Record
 from omni_kv.evidence_cells import CrashRun, Timing
@@ -168,15 +169,45 @@ def test_peak_memory_and_results_follow_from_the_samples() -> None:
         row = table.loc[(cell["backend"], how)]
         assert row["peak memory, GiB"] == pytest.approx(cell["peak_bytes"] / 2**30, abs=0.051)
         differs = [k["differs"] for k in cell["chunks"] if "differs" in k]
-        assert (row["results"] == "WRONG") == ("nan" in differs)
+        if not differs:
+            assert row["results"] == ""
+        elif "nan" in differs:
+            assert row["results"] == "WRONG"
+        else:
+            assert row["results"] == f"as eager, within {100 * max(differs):.1f}%"
 
 
 def test_parts_of_a_step_add_up_to_its_kernels() -> None:
     table = gpu_tables.parts_table(evidence.load("step"))
     for cell in raw("step"):
         if cell["kind"] == "profile":
-            total = sum(k["microseconds"] for k in cell["kernels"]) / 1e3
-            assert table[cell["name"]].sum() == pytest.approx(total, abs=0.5)
+            kernels = {k["name"]: k["microseconds"] / 1e3 for k in cell["kernels"]}
+            parts = table[cell["name"]]
+            assert parts.sum() == pytest.approx(sum(kernels.values()), abs=0.5)
+            clone = sum(ms for name, ms in kernels.items() if "as_strided_clone" in name)
+            back = sum(ms for name, ms in kernels.items() if "as_strided_copy" in name)
+            ours = sum(ms for name, ms in kernels.items() if name.startswith("triton_"))
+            attention = sum(ms for name, ms in kernels.items() if re.search("flash|sdpa", name))
+            assert parts["clone of K and V"] == pytest.approx(clone, abs=0.051)
+            assert parts["copy back over V"] == pytest.approx(back, abs=0.051)
+            assert parts[:3].sum() == pytest.approx(ours, abs=0.16)
+            assert parts["attention"] == pytest.approx(attention, abs=0.051)
+
+
+def test_titles_follow_from_the_samples() -> None:
+    parts = gpu_tables.parts_table(evidence.load("step"))
+    fastest = parts[min(parts, key=lambda name: parts[name].sum())]
+    share = 100 * (fastest["attention"] + fastest["matrix products"]) / fastest.sum()
+    title = gpu_figures.parts_figure(evidence.load("step")).axes[0].get_title(loc="left")
+    assert title == f"Attention and matrix products take {share:.0f}% of the fastest step"
+    peak: dict[str, list[int]] = {"separate": [], "shared": []}
+    for cell in raw("rollout"):
+        if cell["mode"] == "compiled":
+            peak[cell["layout"]].append(cell["peak_bytes"])
+    more = (min(peak["shared"]) - min(peak["separate"])) / 2**30
+    title = gpu_figures.memory_figure(evidence.load("rollout")).axes[0].get_title(loc="left")
+    assert title == f"Shared halves take {more:.1f} GiB more at the peak"
+    plt.close("all")
 
 
 def test_clone_figures_follow_from_bytes_and_bandwidth() -> None:
@@ -191,6 +222,10 @@ def test_clone_figures_follow_from_bytes_and_bandwidth() -> None:
     assert table["expected ms"].tolist() == pytest.approx(
         [1e3 * clone / bandwidth, 1e3 * back / bandwidth], abs=0.051
     )
+    parts = gpu_tables.parts_table(evidence.load("step"))
+    measured = [name for name in table if name.endswith("shared")]
+    assert len(measured) == len([name for name in parts if name.endswith("shared")]) > 0
+    assert table[measured].equals(parts.loc[table.index, measured])
 
 
 def test_trials_follow_from_the_samples() -> None:
@@ -199,7 +234,9 @@ def test_trials_follow_from_the_samples() -> None:
     base = statistics.median(samples["as it is"]["seconds"])
     for name, row in table.iterrows():
         median = statistics.median(samples[name]["seconds"])
+        ms = [1e3 * s for s in samples[name]["seconds"]]
         assert row["step, ms"] == pytest.approx(1e3 * median, abs=0.051)
+        assert (row["min"], row["max"]) == pytest.approx((min(ms), max(ms)), abs=0.051)
         assert row["measured change"] == pytest.approx(1e3 * (median - base), abs=0.051)
         assert row["expected change"] == samples[name]["predicted_ms"]
 
@@ -213,6 +250,11 @@ def test_the_pieces_follow_from_the_samples() -> None:
         by_bytes = cell.get("nbytes", 0) * median[copy] / cells[copy]["nbytes"]
         by_flop = cell.get("flop", 0) * median[matmul] / cells[matmul]["flop"]
         floor = max(by_bytes, by_flop)
+        row, ms = table.loc[name], [1e3 * s for s in cell["seconds"]]
+        assert (row["min ms"], row["max ms"]) == pytest.approx((min(ms), max(ms)))
+        for rate, work, unit in (("TFLOP/s", "flop", 1e12), ("GB/s", "nbytes", 1e9)):
+            expected = cell[work] / median[name] / unit if work in cell else float("nan")
+            assert row[rate] == pytest.approx(expected, nan_ok=True)
         assert table.loc[name, "median ms"] == pytest.approx(1e3 * median[name])
         assert table.loc[name, "floor ms"] == pytest.approx(1e3 * floor)
         assert table.loc[name, "times the floor"] == pytest.approx(median[name] / floor)
@@ -225,9 +267,19 @@ def test_crash_tables_say_what_the_runs_say(name: str) -> None:
     for cell in raw(name):
         assert crashes.loc[cell["name"], "outcome"] == cell["outcome"]
         assert predictions.loc[cell["name"], "predicted"] == cell.get("predicted", "")
+        crash, prediction = crashes.loc[cell["name"]], predictions.loc[cell["name"]]
         if "rows_wrong" in cell:
             lost = f"{cell['rows_wrong']:,} of {cell['rows']:,}"
-            assert crashes.loc[cell["name"], "rows of V lost"] == lost
+            foreign = f"{cell['rows_neighbour']:,} of {cell['rows']:,}"
+            assert (crash["rows of V lost"], crash["of them a neighbour's"]) == (lost, foreign)
+        for column, field in (
+            ("reads behind V", "overread_bytes"),
+            ("mapped behind V", "mapped_bytes"),
+        ):
+            mib = f"{cell[field] / 2**20:,.1f} MiB" if field in cell else ""
+            assert prediction[column] == mib
+        timed = [n for kernel, n in cell["configs"].items() if "clone" in kernel]
+        assert crash["configurations timed"] == (str(max(timed)) if timed else "")
 
 
 def test_agreements_are_shown_as_recorded() -> None:
