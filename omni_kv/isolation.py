@@ -162,7 +162,8 @@ def run_isolated(
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         seconds = time.monotonic() - start
-        if not timed_out:  # else the compiler may have been stopped half-way through a file
+        # Whoever was killed from outside may have been half-way through writing a file.
+        if not timed_out and child.returncode != -signal.SIGKILL:
             _keep_kernels(cache)
         tail = _tail(folder / "output")
         return _outcome(folder, child.returncode, timed_out, seconds, tail)
@@ -288,10 +289,10 @@ def _dump(thing: Any, path: Path) -> None:
 
 def _load(path: Path) -> Any:
     import pickle
-    import zipfile
 
-    if not zipfile.is_zipfile(path):
-        return pickle.loads(path.read_bytes())
+    content = path.read_bytes()
+    if not content.startswith(b"PK"):  # torch.save writes an archive
+        return pickle.loads(content)
     import torch
 
     return torch.load(path, weights_only=False)

@@ -63,7 +63,7 @@ def generated(count):
 
 @pytest.fixture(scope="module")
 def measured():
-    """All placements of the chosen shapes, and halves of generated ones, in one child process."""
+    """All placements of the chosen shapes, and halves of generated ones."""
     cases = [p for shape, dtype in CHOSEN for p in placements(shape, dtype).values()]
     cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(4)]
     return measure(cases)
