@@ -129,7 +129,8 @@ def _worst(outcomes: Mapping[str, Outcome[LayerRun]]) -> str:
     parts = [f"{died} of {len(outcomes)} runs died"] if died else []
     if wrong:
         parts.append(f"up to {wrong} of {runs[0].rows} slots of V were overwritten")
-    return "; ".join(parts) or "Every slot of V is right"
+    finding = "; ".join(parts) or "every slot of V is right"
+    return finding[0].upper() + finding[1:]
 
 
 def _stretches(origins: tuple[Origin, ...]) -> list[tuple[Origin, int, int]]:
