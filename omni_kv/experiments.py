@@ -7,6 +7,7 @@ to call from a notebook or a test.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -139,11 +140,14 @@ def isolated_layers(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
     return run_dealt(_fork_for_each, cases)
 
 
-def _fork_for_each(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
+def _fork_for_each(
+    cases: Sequence[LayerCase], keep_graphs: bool = False
+) -> list[Outcome[LayerRun]]:
+    """Run each case in a fork; with ``keep_graphs`` one finds what those before it compiled."""
     import torch._inductor.compile_fx
 
     torch.set_num_threads(1)
-    with graph_caches_off():
+    with nullcontext() if keep_graphs else graph_caches_off():
         return [run_forked(partial(run_layer, case)) for case in cases]
 
 
@@ -180,19 +184,14 @@ def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun
     first = LayerCase(geometry, "shared", "neighbour", seed=seed)
     after = [LayerCase(geometry, "separate", memory, seed=seed) for memory in get_args(Memory)[:3]]
     one_cache, fresh = [first, *after], after[-1:]
-    calls = [partial(run_isolated, _fork_over_one_cache, cases) for cases in (one_cache, fresh)]
+    calls = [
+        partial(run_isolated, _fork_for_each, cases, keep_graphs=True)
+        for cases in (one_cache, fresh)
+    ]
     (filled, *stale), (anew,) = (outcome.unwrap() for outcome in run_all(calls))
     outcomes = {f"{first.label}: fills the cache": filled}
     outcomes |= {f"{c.label}: stale cache": o for c, o in zip(after, stale, strict=True)}
     return outcomes | {f"{after[-1].label}: fresh cache": anew}
-
-
-def _fork_over_one_cache(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
-    """Processes of one compile cache: what one leaves there is all that the next one finds."""
-    import torch._inductor.compile_fx
-
-    torch.set_num_threads(1)
-    return [run_forked(partial(run_layer, case)) for case in cases]
 
 
 def summary(outcome: Outcome[LayerRun]) -> dict[str, Any]:

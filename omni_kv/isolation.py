@@ -129,8 +129,6 @@ def run_isolated(
         cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
         (folder / "tmp").mkdir()
         _share_precompiled_headers(folder / "tmp")
-        if cache_dir is None:
-            _lend_kernels(cache)
         child_env = {
             **os.environ,
             **CHILD_ENV,
@@ -162,9 +160,6 @@ def run_isolated(
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         seconds = time.monotonic() - start
-        # Whoever was killed from outside may have been half-way through writing a file.
-        if not timed_out and child.returncode != -signal.SIGKILL:
-            _keep_kernels(cache)
         tail = _tail(folder / "output")
         return _outcome(folder, child.returncode, timed_out, seconds, tail)
     finally:
@@ -306,48 +301,12 @@ def _share_precompiled_headers(tmp: Path) -> None:
     torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
     no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
     """
-    headers = _shared("precompiled_headers")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    headers = home / "omni-kv" / "precompiled_headers"
+    headers.mkdir(parents=True, exist_ok=True)
     default_cache = tmp / f"torchinductor_{getpass.getuser()}"
     default_cache.mkdir()
     (default_cache / "precompiled_headers").symlink_to(headers)
-
-
-def _lend_kernels(cache: Path) -> None:
-    """Link the C++ kernels that earlier children compiled into a fresh compile cache.
-
-    Inductor names a kernel's library by a hash of its source and of the compiler's command, so a
-    kernel is found only where the very same one would be compiled again. Graphs are what a layout
-    can leave behind for another one, and none are lent.
-    """
-    for library in _kernels().glob("??/*.main.so"):
-        (cache / library.parent.name).mkdir(parents=True, exist_ok=True)
-        (cache / library.parent.name / library.name).symlink_to(library)
-
-
-def _keep_kernels(cache: Path) -> None:
-    """Keep a child's new C++ kernels for the next one."""
-    for library in cache.glob("??/*.main.so"):
-        kept = _kernels() / library.parent.name / library.name
-        if not library.is_symlink() and not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
-            part = kept.with_suffix(f".{os.getpid()}-{cache.parent.name}")
-            shutil.copyfile(library, part)
-            part.replace(kept)
-
-
-def _kernels() -> Path:
-    """Where compiled kernels lie; another build of torch may have other headers."""
-    import torch
-
-    return _shared(f"kernels/torch-{torch.__version__}")
-
-
-def _shared(name: str) -> Path:
-    """A folder in the user's cache that all children share."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "omni-kv" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _child(folder: Path, parent: int) -> None:

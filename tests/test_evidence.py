@@ -204,6 +204,15 @@ def test_titles_follow_from_the_samples() -> None:
     for cell in raw("rollout"):
         if cell["mode"] == "compiled":
             peak[cell["layout"]].append(cell["peak_bytes"])
+    spreads = []
+    for cell in raw("rollout"):
+        if (cell["mode"], cell["layout"]) == ("compiled", "separate"):
+            full = [chunk["seconds"] for chunk in cell["chunks"] if chunk["index"] >= 6]
+            spreads.append(100 * (max(full) - min(full)) / statistics.median(full))
+    figure = gpu_figures.latency_figure(evidence.load("rollout"), GEOMETRY)
+    title = figure.axes[0].get_title(loc="left")
+    assert title.startswith("From chunk 6 on the window is full")
+    assert title.endswith(f"compiled latency stays within {max(spreads):.1f}%")
     more = (min(peak["shared"]) - min(peak["separate"])) / 2**30
     title = gpu_figures.memory_figure(evidence.load("rollout")).axes[0].get_title(loc="left")
     assert title == f"Shared halves take {more:.1f} GiB more at the peak"

@@ -141,28 +141,6 @@ def test_precompiled_headers_are_shared_and_compiled_graphs_are_not():
     assert graphs != other_graphs
 
 
-def test_kernels_are_lent_by_source_and_graphs_are_not(monkeypatch, tmp_path_factory):
-    shared = tmp_path_factory.mktemp("shared")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
-
-    def compiled(text):
-        from pathlib import Path
-
-        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        before = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        for path in (folder / "ab" / "k.main.so", folder / "fxgraph" / "g", folder / "ab" / "g.py"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                path.write_text(text)
-        return before, (folder / "ab" / "k.main.so").read_text()
-
-    assert run_isolated(compiled, "first").unwrap() == ([], "first")
-    assert run_isolated(compiled, "second").unwrap() == (["ab/k.main.so"], "first")
-    own = shared / "own"
-    own.mkdir()
-    assert run_isolated(compiled, "third", cache_dir=own).unwrap() == ([], "third")
-
-
 def test_no_core_file_is_written():
     def core_limit():
         import resource

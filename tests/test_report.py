@@ -276,6 +276,21 @@ def test_structure_elements_in_a_pdf_are_numbered_in_their_order() -> None:
     assert report_pdf.numbered(before.replace(b"817", b"815")) == after
 
 
+def test_hatches_are_lines_and_the_same_ones_each_time() -> None:
+    """A pattern in an SVG becomes a bitmap in Chromium's PDF."""
+
+    def bars() -> str:
+        with plt.style.context(pictures.STYLE):
+            fig, ax = plt.subplots(figsize=(2, 1))
+            ax.bar([0], [1], hatch="///", edgecolor="w")
+            plt.close(fig)
+            return pictures.svg(fig)
+
+    assert "<pattern" not in bars()
+    assert bars().count("<clipPath") == 2  # the axes' and the bar's
+    assert bars() == bars()
+
+
 def test_dates_in_a_pdf_are_replaced_in_as_many_bytes() -> None:
     before = b"<</CreationDate (D:20260102030405+00'00')/ModDate (D:20260102030405+00'00')>>"
     after = report_pdf.dated(before, 0)
