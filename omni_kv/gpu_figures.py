@@ -95,7 +95,7 @@ def _latency_title(runs: list[RolloutRun], geometry: Geometry) -> str:
     full = [steady(r, geometry) for r in runs if (r.mode, r.layout) == ("compiled", "separate")]
     most = max((spread(seconds) for seconds in full if seconds), default=0.0)
     chunk = geometry.first_full_chunk
-    return f"From chunk {chunk} on the window is full; compiled latency stays within {most:.1%}"
+    return f"From chunk {chunk} on the window is full;\ncompiled latency stays within {most:.1%}"
 
 
 def _parts_title(parts: pd.DataFrame) -> str:
