@@ -58,9 +58,10 @@ lock: env ## Pin every dependency again, for each supported torch release
 	    echo "requirements/torch-$$torch.txt"; \
 	done
 
-lint: env ## Check format, lint rules and types
+lint: env ## Check format, lint rules, layers and types
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
+	"$(BIN)/lint-imports" --no-logo
 	"$(BIN)/mypy" --cache-dir .mypy_cache/torch-$(TORCH)
 
 format: env ## Format the code and fix what ruff can fix

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import shlex
 import tempfile
@@ -17,7 +15,7 @@ import click
 from omni_kv import __version__
 
 if TYPE_CHECKING:
-    from omni_kv.notebooks import Ran
+    from omni_kv.publish.notebooks import Ran
 
 # Imports stand inside the commands: `--help` waits for nothing.
 
@@ -30,8 +28,8 @@ class Refusal(click.ClickException):
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    from omni_kv.parameters import Refused
-    from omni_kv.verdicts import VerdictFileError
+    from omni_kv.evidence.verdicts import VerdictFileError
+    from omni_kv.publish.parameters import Refused
 
     try:
         yield
@@ -85,8 +83,8 @@ def run(
     be run; nothing was written.
     """
     with _one_line():
-        from omni_kv import notebooks as nb
-        from omni_kv.parameters import Refused, plan
+        from omni_kv.publish import notebooks as nb
+        from omni_kv.publish.parameters import Refused, plan
 
         if all_in_order and notebooks:
             raise Refused("--all-in-order and named notebooks exclude each other")
@@ -102,8 +100,8 @@ def stored(notebooks: tuple[str, ...]) -> None:
     What differs from run to run or from machine to machine (timings, paths, addresses) is left out.
     """
     with _one_line():
-        from omni_kv import notebooks as nb
-        from omni_kv.parameters import plan
+        from omni_kv.publish import notebooks as nb
+        from omni_kv.publish.parameters import plan
 
         chosen = nb.select(notebooks)
         plan(chosen, ())
@@ -124,9 +122,9 @@ def record(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...]) 
     Outcomes that did not change keep their entry.
     """
     with _one_line(), tempfile.TemporaryDirectory() as folder:
-        from omni_kv import notebooks as nb
-        from omni_kv import verdicts as v
-        from omni_kv.parameters import plan
+        from omni_kv.evidence import verdicts as v
+        from omni_kv.publish import notebooks as nb
+        from omni_kv.publish.parameters import plan
 
         jobs = plan(nb.select(notebooks), parameters)
         path = v.verdict_file(v.load(v.torch_release()).torch)
@@ -148,7 +146,7 @@ def record(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...]) 
 def show(prefix: str) -> None:
     """Print the recorded outcomes whose name starts with PREFIX, one column a torch release."""
     with _one_line():
-        from omni_kv.verdicts import verdict_table
+        from omni_kv.evidence.verdicts import verdict_table
 
         table = verdict_table(prefix)
         click.echo(table.to_string() if len(table) else "nothing recorded")
@@ -172,13 +170,10 @@ def show(prefix: str) -> None:
 def report(executed: Path, out: Path) -> None:
     """Build the report from executed notebooks."""
     with _one_line():
-        from omni_kv import notebooks as nb
+        from omni_kv.publish.site.build import build_report
 
-        build = nb.write_pages
-        if importlib.util.find_spec("omni_kv.report"):
-            build = importlib.import_module("omni_kv.report").build_report
-        index = build(executed, out)
-        click.echo(f"The report is ready: open {(index or out).resolve().as_uri()}")
+        index = build_report(executed, out)
+        click.echo(f"The report is ready: open {index.resolve().as_uri()}")
 
 
 @main.command()
@@ -197,7 +192,7 @@ def audit(
 
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
-    from omni_kv.audit_command import EXIT_CODES, NoCase, audit_case
+    from omni_kv.audits.command import EXIT_CODES, NoCase, audit_case
 
     try:
         report = audit_case(case, second, run=not no_run, grad=grad)
@@ -216,8 +211,8 @@ def audit(
 )
 def figures(out: Path | None) -> None:
     """Draw the README's picture and the preview of links to the site, from the records."""
-    from omni_kv.site_figures import write_pictures
-    from omni_kv.verdicts import data_dir
+    from omni_kv.evidence.verdicts import data_dir
+    from omni_kv.publish.figures.site import write_pictures
 
     for path in write_pictures(out or data_dir() / "figures"):
         click.echo(path)
@@ -241,7 +236,7 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
     Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
     is still missing. 2: refused, nothing was measured.
     """
-    from omni_kv.record import record_command
+    from omni_kv.experiments.gpu.record import record_command
 
     try:
         missing = record_command(preset, device, out, names, click.echo)
@@ -264,7 +259,7 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
 @click.option("--samples", type=click.IntRange(1), default=10, show_default=True)
 def bench_pieces(preset: str, device: str, backends: tuple[str, ...], samples: int) -> None:
     """Time the op and one layer against the floor measured in the same run."""
-    from omni_kv.bench import bench_command
+    from omni_kv.experiments.gpu.bench import bench_command
 
     try:
         click.echo(bench_command(preset, device, backends, samples))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from omni_kv.audits import audit
+from omni_kv.audits.audit import audit
 
 
 def assert_no_clones(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ copyright = "the omni_kv authors, Apache-2.0"
 release = version = __version__
 language = "en"
 
-extensions = ["myst_nb", "omni_kv.report_sphinx"]
+extensions = ["myst_nb", "omni_kv.publish.site.sphinx"]
 root_doc = "index"
 exclude_patterns = ["print_theme"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from omni_kv.isolation import CHILD_ENV
+from omni_kv.sandbox.process import CHILD_ENV
 
 # Inductor reads these when it is imported: what is compiled in the tests' own process compiles as
 # it does in a child, in seconds instead of half a minute.

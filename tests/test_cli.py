@@ -95,7 +95,9 @@ def test_stored_executes_in_place(write_notebook) -> None:
 def test_recording_writes_the_releases_file_and_leaves_the_notebook_alone(
     write_notebook, data
 ) -> None:
-    source = "from omni_kv.verdicts import verdict\nverdict('01.x', {'rows': rows}, rows=rows)"
+    source = (
+        "from omni_kv.evidence.verdicts import verdict\nverdict('01.x', {'rows': rows}, rows=rows)"
+    )
     path = write_notebook("01_a", source, parameters="rows = 3")
     before = path.read_text()
     result = call("verdicts", "record", "01", "-p", "rows", "4")
@@ -113,7 +115,7 @@ def test_recording_writes_the_releases_file_and_leaves_the_notebook_alone(
 
 def test_a_corrupt_record_file_stops_the_recording_with_one_line(write_notebook, data) -> None:
     write_notebook("01_a")
-    from omni_kv.verdicts import torch_release
+    from omni_kv.evidence.verdicts import torch_release
 
     folder = data / "verdicts"
     folder.mkdir(parents=True)

@@ -1,0 +1,77 @@
+"""What ``omni-kv audit`` does: find a case by its name, audit it, and say how it ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from omni_kv.audits.audit import Call, audit_all
+from omni_kv.audits.report import AuditReport
+
+EXIT_CODES = {"clean": 0, "findings": 1, "could not run": 2}
+
+
+class NoCase(Exception):
+    """What was named is no case; the message is one plain sentence."""
+
+
+def load_case(target: str) -> Call:
+    """Import ``package.module:make_case`` and call it.
+
+    It returns the callable and its arguments, ``(callable, (arg, ...))``, with a dict of keyword
+    arguments behind them if need be; or a ``Call``.
+
+    Raises:
+        NoCase: if there is no such function, it raises, or it returns something else.
+    """
+    case = _made(target)
+    if isinstance(case, Call):
+        return case
+    if (
+        not isinstance(case, tuple)
+        or len(case) not in (2, 3)
+        or not callable(case[0])
+        or not isinstance(case[1], Sequence)
+    ):
+        raise NoCase(f"{target} returned no (callable, arguments)")
+    return Call(*case)
+
+
+def _made(target: str) -> Any:
+    module_name, colon, name = target.partition(":")
+    if not colon or not name:
+        raise NoCase(f"name the case as package.module:function, not {target!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise NoCase(f"there is no module {error.name!r}") from error
+    except AttributeError as error:
+        raise NoCase(f"module {module_name!r} has no {name!r}") from error
+    except Exception as error:
+        raise NoCase(f"{module_name} cannot be imported: {error}") from error
+    try:
+        return make()
+    except Exception as error:
+        if not torch.cuda.is_available() and "NVIDIA driver" in str(error):
+            raise NoCase(f"{target} needs a GPU, and there is none here") from error
+        raise NoCase(f"{target} raised {type(error).__name__}: {error}") from error
+
+
+def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditReport:
+    """Audit the case that ``target`` makes; ``second`` makes the one whose arguments come next.
+
+    Raises:
+        NoCase: if either is no case.
+    """
+    call = load_case(target)
+    if second is not None:
+        call.second = load_case(second).args
+    with torch.set_grad_enabled(grad):
+        return audit_all([call], run=run)[0]

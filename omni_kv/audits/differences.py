@@ -1,0 +1,69 @@
+"""Where two results disagree, and whose values stand there instead."""
+
+from __future__ import annotations
+
+import torch
+
+from omni_kv.audits.report import Difference
+from omni_kv.sandbox.relocate import BEHIND, IN_FRONT
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+def difference_of(
+    name: str,
+    right: torch.Tensor,
+    seen: torch.Tensor,
+    before: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+) -> Difference | None:
+    """Where two tensors disagree beyond rounding, and whose values stand there instead.
+
+    Rounding is judged by dtype; whose values they are is judged bit by bit.
+    """
+    if right.shape != seen.shape or right.dtype != seen.dtype:
+        return Difference(tensor=name, elements=right.numel(), of=right.numel(), first=[])
+    if right.dtype.is_floating_point or right.dtype.is_complex:
+        tolerance = _TOLERANCE.get(right.dtype, 1e-4)
+        wide = torch.complex128 if right.dtype.is_complex else torch.float64
+        a, b = right.to(wide), seen.to(wide)
+        wrong = ~torch.isclose(b, a, rtol=tolerance, atol=tolerance, equal_nan=True)
+        gap = (a - b).abs()[wrong]
+        finite = gap[gap.isfinite()]
+        largest = float(finite.max()) if finite.numel() else None
+    else:
+        wrong = right != seen
+        largest = None
+    count = int(wrong.sum())
+    if not count:
+        return None
+    origins: dict[str, torch.Tensor] = {}
+    for label, byte in (("the pattern behind", BEHIND), ("the pattern in front of", IN_FRONT)):
+        pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
+        origins[f"{label} the storage"] = pattern.expand(right.shape)
+    origins["its own old value"] = before.get(name, right.new_empty(0))
+    for other, tensor in expected.items():
+        if other != name and not other.startswith("output"):
+            origins[f"{other} at the same place"] = tensor
+    equal_to = {}
+    for label, values in origins.items():
+        if values.shape == right.shape and values.dtype == right.dtype:
+            equal = int((bits_of(values)[wrong] == bits_of(seen)[wrong]).sum())
+            if equal:
+                equal_to[label] = equal
+    first = torch.nonzero(wrong)[0].tolist() if wrong.dim() else []
+    return Difference(
+        tensor=name,
+        elements=count,
+        of=right.numel(),
+        first=first,
+        equal_to=equal_to,
+        largest=largest,
+    )
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as integers of the same size, so that a NaN equals itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    size = tensor.element_size()
+    return tensor.contiguous().view(integers[size]) if size in integers else tensor

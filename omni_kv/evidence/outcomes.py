@@ -1,0 +1,136 @@
+"""The investigation's outcome in a few lines, each computed from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from omni_kv.evidence import verdicts
+
+if TYPE_CHECKING:
+    from omni_kv.evidence.records import Record
+
+DYNAMIC = "02.shared, neighbour, dynamic shapes"
+
+#: What is asked of notebook 02's records, in the order in which the story goes.
+QUESTIONS = (
+    ("02.shared, guard after", "K and V as halves of one allocation, an unmapped page behind it"),
+    ("02.shared, neighbour", "The same, with mapped memory behind it"),
+    (DYNAMIC, "The same, compiled with dynamic shapes"),
+)
+
+ORIGINS = {"neighbour": "memory from outside the pool", "keys": "K", "other": "something else"}
+
+
+def releases() -> list[str]:
+    """The torch releases with recorded outcomes, oldest first."""
+    files = (verdicts.data_dir() / "verdicts").glob("torch-*.json")
+    found = [file.stem.removeprefix("torch-") for file in files]
+    return sorted(found, key=lambda r: [int(n) if n.isdigit() else -1 for n in r.split(".")])
+
+
+def recorded(release: str, prefix: str, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """A release's recorded outcomes by name, for names that start with ``prefix``."""
+    return {
+        entry.name: entry.outcome
+        for entry in verdicts.load(release).verdicts
+        if entry.name.startswith(prefix) and entry.parameters.get("device", device) == device
+    }
+
+
+def in_words(outcome: Mapping[str, Any]) -> str:
+    """How one layer ended, as notebook 02 records it."""
+    if outcome["ended"] != "returned":
+        return str(outcome["ended"])
+    if set(outcome.get("their values", {})):
+        (origin, _), *more = outcome["their values"].items()
+        whose = "other values" if more else ORIGINS[origin]
+        return f"nothing raised, and {outcome['value rows wrong']} slots of V hold {whose}"
+    right = outcome["output"] == "agrees with eager" and outcome["key rows wrong"].startswith("0 ")
+    return "right" if right else str(outcome["output"])
+
+
+def _dies_dynamic(release: str) -> bool:
+    """Whether dynamic shapes die at an unmapped page on this release, as notebook 05 records it."""
+    found = recorded(release, "05.dynamic=True").get("05.dynamic=True")
+    return found is not None and found["guarded"] != "returned"
+
+
+def outcome_lines() -> list[str]:
+    """What became of a compiled layer, one Markdown line a question, all releases in each."""
+    lines = []
+    for name, question in QUESTIONS:
+        found = {r: recorded(r, name).get(name) for r in releases()}
+        told = [f"torch {r}: {in_words(o)}" for r, o in found.items() if o is not None]
+        if name == DYNAMIC:
+            told += [f"torch {r} dies at an unmapped page, too" for r in found if _dies_dynamic(r)]
+        if told:
+            lines.append(f"**{question}.** {_sentence(told)}")
+    separate = [o for r in releases() for o in recorded(r, "02.separate").values()]
+    if separate:
+        right = sum(in_words(outcome) == "right" for outcome in separate)
+        every = "all" if right == len(separate) else f"{right} of"
+        lines.append(
+            f"**K and V as two tensors, all of the above.** {every.capitalize()} {len(separate)} "
+            f"recorded runs right, on torch {' and '.join(releases())}."
+        )
+    return lines + gpu_lines()
+
+
+def gpu_lines() -> list[str]:
+    """What was recorded on a GPU at the pull request's sizes, one line for each device."""
+    from omni_kv.evidence import records as evidence
+
+    records: dict[str, list[evidence.Record]] = {}
+    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
+        records.setdefault(path.parent.name, []).append(evidence.read(path))
+    lines = []
+    for found in records.values():
+        told = [*_crashes(found), *_step(found)]
+        if told:
+            where = found[0].provenance
+            label = f"{where.device}, torch {where.torch.split('+')[0]}"
+            lines.append(f"**At full size on a GPU** (recorded on {label}). {' '.join(told)}")
+    return lines
+
+
+def _crashes(records: Sequence[Record]) -> Iterator[str]:
+    """How the compiled layers over shared halves ended."""
+    from omni_kv.evidence.cells import CrashRun
+
+    for layout, told in (("shared", "one allocation"), ("separate", "two allocations")):
+        runs = [
+            run.outcome
+            for record in records
+            for run in record.of(CrashRun).values()
+            if run.case.compiled and run.case.layout == layout and run.case.cache == "fresh"
+        ]
+        if runs:
+            counted = (f"{runs.count(how)} times {how}" for how in dict.fromkeys(sorted(runs)))
+            yield f"Over {told}, {len(runs)} compiled runs: {', '.join(counted)}."
+
+
+def _step(records: Sequence[Record]) -> Iterator[str]:
+    """What a denoising step over separate pools takes, in the fastest backend, and in eager."""
+    from omni_kv.evidence.cells import Timing
+
+    for record in records:
+        if record.experiment != "step":
+            continue
+        medians = {name: median(t.seconds) * 1e3 for name, t in record.of(Timing).items()}
+        compiled = {n: ms for n, ms in medians.items() if n.endswith("/compiled separate")}
+        if not compiled:
+            continue
+        fastest = min(compiled, key=lambda name: compiled[name])
+        eager = medians.get(fastest.replace("compiled", "eager"))
+        told = f"A denoising step over two allocations takes {compiled[fastest]:.0f} ms compiled"
+        yield (
+            told
+            + (f", {eager:.0f} ms in eager" if eager else "")
+            + (f" ({fastest.partition('/')[0]}).")
+        )
+
+
+def _sentence(parts: list[str]) -> str:
+    return "; ".join(parts) + "."

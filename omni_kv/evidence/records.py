@@ -1,0 +1,297 @@
+"""Evidence: what was measured on a machine that the reader may not have, as typed records.
+
+One file holds one experiment. It says where, when, with which versions and by which command it was
+recorded, and holds raw samples; medians, ratios and verdicts are computed from them when they are
+read. Records lie in ``data/evidence/<device>-torch<version>/<experiment>.json``, written by
+``omni-kv record``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+
+from omni_kv.evidence.cells import (
+    Agreement,
+    CrashRun,
+    Profile,
+    RolloutRun,
+    SanitizerRun,
+    Strict,
+    Timing,
+)
+
+SCHEMA_VERSION = 1
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+DATA_VARIABLE = "OMNI_KV_DATA"
+#: Names the commit where the code runs from a copy without its git folder.
+REVISION_VARIABLE = "OMNI_KV_REVISION"
+
+
+class EvidenceError(ValueError):
+    """A record is not there or does not fit; the message names the file and the field."""
+
+
+class Provenance(Strict):
+    """Where, when, with what and by which command something was recorded.
+
+    Attributes:
+        device: name of the device, such as ``NVIDIA H200``.
+        platform: operating system and processor.
+        python: version.
+        torch: version, with the local part.
+        date: UTC, ``YYYY-MM-DD``.
+        revision: commit of the checkout, with ``+`` where the code differed from it.
+        command: what was typed.
+        card: a digest that tells one card from another; None on a CPU.
+        driver: version of the GPU driver; None on a CPU.
+        cuda: version that torch was built for; None on a CPU.
+        triton: version, if installed.
+        flash_attn: version of flash-attn 2, if installed.
+        flash_attn_3: package and version that FlashAttention 3 came from, if installed.
+    """
+
+    device: str
+    platform: str
+    python: str
+    torch: str
+    date: str = pydantic.Field(pattern=r"^\d{4}-\d{2}-\d{2}$")
+    revision: str
+    command: str
+    card: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    triton: str | None = None
+    flash_attn: str | None = None
+    flash_attn_3: str | None = None
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_what_is_not_there(
+        self, serialize: pydantic.SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+    def same_machine(self, other: Provenance) -> bool:
+        """Whether both come from one card with one set of versions and one state of the code."""
+        leave_out = {"date", "command"}
+        return self.model_dump(exclude=leave_out) == other.model_dump(exclude=leave_out)
+
+    @property
+    def label(self) -> str:
+        """Device and date, as figures and tables carry them."""
+        return f"recorded on {self.device}, torch {self.torch}, {self.date}"
+
+
+Cell = Annotated[
+    CrashRun | SanitizerRun | Timing | Profile | Agreement | RolloutRun,
+    pydantic.Field(discriminator="kind"),
+]
+C = TypeVar("C", bound=Strict)
+
+
+class Record(Strict):
+    """All of one experiment.
+
+    Attributes:
+        schema_version: of this file's form.
+        experiment: its name.
+        provenance: where and when; the same for all cells.
+        parameters: what was asked for.
+        units: names of the parts that are complete, in the order in which they ran.
+        cells: what came out.
+    """
+
+    schema_version: Literal[1] = 1
+    experiment: str
+    provenance: Provenance
+    parameters: dict[str, str | int | float | bool | None]
+    units: list[str]
+    cells: list[Cell]
+
+    @pydantic.field_validator("cells")
+    @classmethod
+    def _each_once(cls, cells: list[Any]) -> list[Any]:
+        names = [(cell.kind, cell.name) for cell in cells]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"recorded twice: {' '.join(twice[0])}")
+        return cells
+
+    def of(self, kind: type[C]) -> dict[str, C]:
+        """The cells of one kind, by name."""
+        return {cell.name: cell for cell in self.cells if isinstance(cell, kind)}
+
+
+def data_dir() -> Path:
+    """The checkout's ``data`` folder, or what ``OMNI_KV_DATA`` names."""
+    return Path(os.environ.get(DATA_VARIABLE) or PACKAGE_PARENT / "data")
+
+
+def folder_name(provenance: Provenance) -> str:
+    """The folder of a machine's records, such as ``nvidia-h200-torch2.11.0``."""
+    device = re.sub(r"[^a-z0-9]+", "-", provenance.device.lower()).strip("-")
+    return f"{device}-torch{provenance.torch.split('+')[0]}"
+
+
+def devices() -> list[str]:
+    """The folders that hold records."""
+    return sorted({path.parent.name for path in (data_dir() / "evidence").glob("*/*.json")})
+
+
+def load(experiment: str, device: str | None = None) -> Record:
+    """Read the record of an experiment.
+
+    Args:
+        experiment: its name, such as ``hypotheses``.
+        device: the folder that holds it, such as ``nvidia-h200-torch2.11.0``; needed only where
+            several devices have recorded the experiment.
+
+    Raises:
+        EvidenceError: if there is no such record, there are several, or it does not fit.
+    """
+    root = data_dir() / "evidence"
+    holders = [d for d in devices() if (root / d / f"{experiment}.json").exists()]
+    chosen = [d for d in holders if device in (None, d)]
+    if len(chosen) != 1:
+        where = f" on {device}" if device else ""
+        have = f"recorded on: {', '.join(holders)}" if holders else "nothing recorded"
+        problem = "several records" if chosen else "no record"
+        raise EvidenceError(f"{problem} of experiment {experiment!r}{where}; {have}")
+    return read(root / chosen[0] / f"{experiment}.json")
+
+
+def read(path: Path) -> Record:
+    """Read one record file.
+
+    Raises:
+        EvidenceError: if it cannot be read or does not fit; the message names the first field.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise EvidenceError(f"{path}: not a readable JSON file: {error}") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        raise EvidenceError(
+            f"{path}: schema_version: {version}, but this code reads {SCHEMA_VERSION}; "
+            "record the experiment again, or take the code that wrote it"
+        )
+    try:
+        return Record.model_validate(content)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise EvidenceError(f"{path}: {field}: {first['msg']}") from error
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record in one step: an interrupted write leaves the old file."""
+    text = json.dumps(record.model_dump(mode="json", exclude_none=True), indent=1)
+    with replacing(path) as new:
+        new.write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path`` that takes its place when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    new = Path(name)
+    new.chmod(0o644)
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def provenance(device: str, command: str) -> Provenance:
+    """Where, when and with what this process runs.
+
+    Args:
+        device: ``cpu``, ``cuda``, ...
+        command: what was typed, without paths.
+    """
+    import torch
+
+    on_gpu = device.startswith("cuda")
+    return Provenance(
+        device=torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        revision=revision(),
+        command=command,
+        card=_card(device) if on_gpu else None,
+        driver=_driver() if on_gpu else None,
+        cuda=torch.version.cuda if on_gpu else None,
+        triton=_version("triton"),
+        flash_attn=_version("flash-attn"),
+        flash_attn_3=_flash_attn_3(),
+    )
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"CPU ({line.split(':', 1)[1].strip()})"
+    return f"CPU ({platform.machine()})"
+
+
+def _card(device: str) -> str:
+    import torch
+
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return hashlib.sha256(uuid.encode()).hexdigest()[:8]
+
+
+def _driver() -> str | None:
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.partition("\n")[0] or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _flash_attn_3() -> str | None:
+    """FlashAttention 3 has no one package; the module says which ones may have brought it."""
+    names = importlib.metadata.packages_distributions().get("flash_attn_interface", [])
+    found = [f"{name} {_version(name)}" for name in names]
+    return found[0] if found else None
+
+
+def revision() -> str:
+    """The checkout's commit, with ``+`` where the code differs from it; ``unknown`` outside git."""
+    if os.environ.get(REVISION_VARIABLE):
+        return os.environ[REVISION_VARIABLE]
+    git = ("git", "-C", str(PACKAGE_PARENT))
+    commit = _output(*git, "rev-parse", "--short=12", "HEAD")
+    changes = _output(*git, "status", "--porcelain", "--", "omni_kv", "notebooks")
+    return commit + ("+" if changes else "") if commit else "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

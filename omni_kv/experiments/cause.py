@@ -1,0 +1,340 @@
+"""Why the clone reads outside: a prediction from the layout alone, and the runs that test it.
+
+``predict`` knows where K and V lie and nothing else. ``measure`` compiles the op over such pools
+and runs it next to an unmapped page that lies exactly where the prediction says the reading ends,
+and then one element earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pandas as pd
+import torch
+
+from omni_kv.audits.audit import audit
+from omni_kv.model.op import ar_diffusion_paged_write_attn
+from omni_kv.sandbox.memory import Region, map_region
+from omni_kv.sandbox.process import graph_caches_off, run_dealt, run_forked
+
+CountsFrom = Literal["data pointer", "storage start"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where K and V lie; all numbers are elements.
+
+    Attributes:
+        name: what to call it.
+        shape: shape of K, and of V: ``(num_slots, num_kv_heads, head_dim)``.
+        dtype: name of their dtype.
+        key_offset: storage offset of K.
+        value_offset: storage offset of V.
+        storage_numel: size of the storage that V lies in.
+        one_allocation: whether K lies in the same storage.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    dtype: str
+    key_offset: int
+    value_offset: int
+    storage_numel: int
+    one_allocation: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of K, or of V."""
+        slots, heads, dim = self.shape
+        return slots * heads * dim
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
+
+def placements(shape: tuple[int, int, int], dtype: str = "float32") -> dict[str, Placement]:
+    """The layouts that the notebook compares, by name.
+
+    Args:
+        shape: ``(num_slots, num_kv_heads, head_dim)``.
+        dtype: name of the dtype.
+    """
+    n = shape[0] * shape[1] * shape[2]
+    row = shape[1] * shape[2]
+    offsets = {
+        # name: (offset of K, offset of V, size of the storage, one allocation?)
+        "halves, K first": (0, n, 2 * n, True),
+        "halves, V first": (n, 0, 2 * n, True),
+        "halves behind a header": (3 * row, 3 * row + n, 3 * row + 2 * n, True),
+        "halves and spare room": (0, n, 2 * n + n // 2, True),
+        "separate": (0, 0, n, False),
+    }
+    return {name: Placement(name, shape, dtype, *where) for name, where in offsets.items()}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the clone of V will read, if there is one.
+
+    Attributes:
+        cloned: whether the reinplace pass leaves a clone of V.
+        extent: elements that the clone reads.
+        outside: elements of these beyond the end of V's allocation.
+        first_bad_byte: first byte read outside, counted from V's data pointer; None if none is.
+    """
+
+    cloned: bool
+    extent: int
+    outside: int
+    first_bad_byte: int | None
+
+    def nbytes_outside(self, placement: Placement) -> int:
+        """Bytes read beyond the end of the allocation."""
+        return self.outside * placement.itemsize
+
+
+def predict(placement: Placement, counts_from: CountsFrom) -> Prediction:
+    """Say what the clone of V will read, from the layout alone.
+
+    The reinplace pass leaves a clone of the second mutated argument if the first has the same
+    storage. ``clone_preserve_strides`` (``torch/_prims_common/__init__.py``) gives it an extent of
+    ``storage_offset + required length``. The only thing that the layout does not tell is where the
+    generated kernel counts from: that is read from the kernel, see ``counts_from``.
+
+    Args:
+        placement: where K and V lie.
+        counts_from: where the kernel's index 0 is.
+    """
+    if not placement.one_allocation:
+        return Prediction(cloned=False, extent=0, outside=0, first_bad_byte=None)
+    extent = placement.value_offset + placement.numel
+    start = placement.value_offset if counts_from == "data pointer" else 0
+    outside = max(0, start + extent - placement.storage_numel)
+    to_the_end = placement.storage_numel - placement.value_offset
+    return Prediction(True, extent, outside, to_the_end * placement.itemsize if outside else None)
+
+
+def source_of(placement: Placement, element: int, counts_from: CountsFrom) -> int:
+    """Where in memory the value of a V element comes from, once V has been copied back.
+
+    The op gets the clone's elements from V's storage offset on, and the clone's element ``i`` was
+    read ``i`` elements behind the kernel's start.
+
+    Args:
+        placement: where K and V lie.
+        element: index into V, flat.
+        counts_from: where the kernel's index 0 is.
+
+    Returns:
+        Elements from the start of V's storage; ``storage_numel`` or more lies outside.
+    """
+    start = placement.value_offset if counts_from == "data pointer" else 0
+    return start + placement.value_offset + element
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the compiled op did over one placement.
+
+    Attributes:
+        placement: where K and V lie.
+        counts_from: where the generated kernel's index 0 is, read from the kernel; None without a
+            clone.
+        extent: elements that the clone reads, read from the kernel; 0 without a clone.
+        at_prediction: how a run ended with the unmapped page exactly where reading should end.
+        one_earlier: the same with the page one element earlier; None where nothing is read outside.
+        elements: V elements that the op did not write.
+        explained: how many of them held, after the first run, the value that lay where
+            ``source_of`` says.
+        foreign: how many of these came from outside the allocation.
+    """
+
+    placement: Placement
+    counts_from: CountsFrom | None
+    extent: int
+    at_prediction: str
+    one_earlier: str | None
+    elements: int
+    explained: int
+    foreign: int
+
+    def confirms(self) -> bool:
+        """Whether the runs did what the prediction says."""
+        p, counts_from = self.placement, self.counts_from or "storage start"
+        prediction = predict(p, counts_from)
+        unwritten = range(p.numel - self.elements, p.numel)
+        foreign = sum(source_of(p, i, counts_from) >= p.storage_numel for i in unwritten)
+        return (
+            (self.counts_from is not None) == prediction.cloned
+            and self.extent == prediction.extent
+            and self.at_prediction == "returned"
+            and self.one_earlier == ("killed by SIGSEGV" if prediction.outside else None)
+            and self.explained == self.elements > 0
+            and self.foreign == foreign
+        )
+
+
+def measurements_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
+    """Predictions and runs side by side, one row a placement."""
+    rows = []
+    for m in measurements:
+        p = m.placement
+        prediction = predict(p, m.counts_from or "storage start")
+        rows.append(
+            {
+                "layout": p.name,
+                "shape": p.shape,
+                "dtype": p.dtype,
+                "kernel counts from": m.counts_from or "no clone",
+                "clone reads": m.extent,
+                "predicted outside": f"{prediction.nbytes_outside(p):,} bytes",
+                "first bad byte": prediction.first_bad_byte,
+                "page at the prediction": m.at_prediction,
+                "one element earlier": m.one_earlier or "not tried: nothing is outside",
+                "explained": m.explained,
+                "of": m.elements,
+                "from outside": m.foreign,
+                "prediction": "confirmed" if m.confirms() else "CONTRADICTED",
+            }
+        )
+    return pd.DataFrame(rows).astype({"first bad byte": "Int64"}).set_index("layout")
+
+
+#: The op writes this many slots in ``measure``, the first ones.
+WRITTEN = 2
+
+
+def measure(cases: Sequence[Placement], timeout: float = 300.0) -> list[Measurement]:
+    """Compile the op over each placement in one of two child processes, and run it in forks of it.
+
+    Args:
+        cases: the placements; the storage must hold nothing in front of K and V but a header.
+        timeout: seconds for all of them.
+
+    Raises:
+        RuntimeError: if a child did not return.
+    """
+    return run_dealt(_measure_all, cases, timeout=timeout)
+
+
+def _measure_all(cases: list[Placement]) -> list[Measurement]:
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        return [_measure(case) for case in cases]
+
+
+def call_op(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """Call the op, and nothing else, with what ``inputs_for`` made."""
+    query, slots, starts, lengths = inputs
+    return ar_diffusion_paged_write_attn(
+        query, query, query, key_pool, value_pool, slots, None, starts, lengths, 1, 1.0, "sdpa"
+    )
+
+
+def _measure(p: Placement) -> Measurement:
+    inputs = inputs_for(p)
+    counts_from, extent = clone_of(*pools_in(p, 0)[:2], inputs)
+    compiled = compiled_afresh(call_op)
+    # Compiled, and run once, where there is room enough on both sides.
+    compiled(*pools_in(p, 4 * p.storage_numel)[:2], inputs)
+    prediction = predict(p, counts_from or "storage start")
+
+    def run(mapped: int) -> tuple[int, int]:
+        key, value, region = pools_in(p, mapped)
+        memory = torch.cat([region.tensor, region.after])
+        compiled(key, value, inputs)
+        return _explained(p, counts_from or "storage start", memory, value)
+
+    at = run_forked(lambda: run(prediction.outside))
+    earlier = run_forked(lambda: run(prediction.outside - 1)) if prediction.outside else None
+    explained, foreign = at.value if at.value else (0, 0)
+    return Measurement(
+        placement=p,
+        counts_from=counts_from,
+        extent=extent,
+        at_prediction=at.describe(),
+        one_earlier=earlier.describe() if earlier else None,
+        elements=p.numel - WRITTEN * p.shape[1] * p.shape[2],
+        explained=explained,
+        foreign=foreign,
+    )
+
+
+def inputs_for(p: Placement) -> tuple[torch.Tensor, ...]:
+    """The op's other inputs: query, slot mapping, query starts and lengths."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(WRITTEN, *p.shape[1:], generator=generator).to(getattr(torch, p.dtype))
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, WRITTEN], [p.shape[0]]))
+    return query, torch.arange(WRITTEN), starts, lengths
+
+
+def compiled_afresh(fn: Callable[..., torch.Tensor], dynamic: bool = False) -> Callable[..., Any]:
+    """Compile a function without a look at what was compiled before, in memory or on disk."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, dynamic=dynamic)
+
+    def call(*args: Any) -> Any:
+        with graph_caches_off():
+            return compiled(*args)
+
+    return call
+
+
+def pools_in(p: Placement, mapped: int) -> tuple[torch.Tensor, torch.Tensor, Region]:
+    """K and V in random data, with so many mapped elements behind V's allocation, then no page."""
+    dtype = getattr(torch, p.dtype)
+    region = map_region((p.storage_numel,), dtype, after=mapped, before=mapped)
+    # Whole numbers that bfloat16 holds exactly; neighbours in memory differ.
+    for flat, sign in ((region.after, 1), (region.before, -1)):
+        flat.copy_(sign * (128 + torch.arange(flat.numel()) % 128))
+    generator = torch.Generator().manual_seed(1)
+    region.tensor.copy_(torch.rand(p.storage_numel, generator=generator))
+    value = region.tensor[p.value_offset : p.value_offset + p.numel].view(p.shape)
+    keys = region.tensor if p.one_allocation else torch.rand(p.storage_numel).to(dtype)
+    key = keys[p.key_offset : p.key_offset + p.numel].view(p.shape)
+    return key, value, region
+
+
+def _explained(
+    p: Placement, counts_from: CountsFrom, memory: torch.Tensor, value: torch.Tensor
+) -> tuple[int, int]:
+    """How many unwritten V elements hold what lay at their source, and how many of them outside.
+
+    ``memory`` is the allocation of V and what was mapped behind it, before the run.
+    """
+    lay, now = memory.tolist(), value.flatten().tolist()
+    explained = foreign = 0
+    for i in range(WRITTEN * p.shape[1] * p.shape[2], p.numel):
+        source = source_of(p, i, counts_from)
+        if source < len(lay) and now[i] == lay[source]:
+            explained += 1
+            foreign += source >= p.storage_numel
+    return explained, foreign
+
+
+def clone_of(
+    key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any
+) -> tuple[CountsFrom | None, int]:
+    """Read from the generated kernel whether V is cloned, from where, and how many elements.
+
+    Args:
+        key_pool: ``(num_slots, num_kv_heads, head_dim)``.
+        value_pool: likewise.
+        inputs: the other arguments of the op.
+
+    Returns:
+        Where the kernel counts from and the clone's extent, or None and 0 if nothing is cloned.
+    """
+    report = audit(call_op, key_pool, value_pool, inputs, run=False, dynamic=False)
+    if not report.clones:
+        return None, 0
+    (clone,) = (argument.clone for argument in report.clones)
+    if clone is None or clone.first is None or clone.last is None:
+        raise RuntimeError(f"the kernel of the clone was not found:\n{report}")
+    # With a storage offset of zero both are the same place.
+    at_pointer = clone.first == 0 and value_pool.storage_offset() > 0
+    return "data pointer" if at_pointer else "storage start", clone.last - clone.first + 1

@@ -1,0 +1,4 @@
+"""Exercises that check themselves, and what they measure.
+
+Imports what ``publish`` may import. Public: ``checking.check``.
+"""

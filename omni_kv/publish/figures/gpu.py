@@ -1,0 +1,122 @@
+"""Figures from GPU records. Each takes records, says where they come from, and runs nothing."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from omni_kv.evidence.cells import RolloutRun
+from omni_kv.evidence.records import Record
+from omni_kv.evidence.tables import parts_table, spread, steady
+from omni_kv.model.geometry import Geometry
+from omni_kv.publish.figures.svg import STYLE, use_in_notebooks
+
+use_in_notebooks()
+
+#: Line style of each way of running; the colour says which attention.
+LINES = {"eager": ":", "compiled separate": "-", "compiled shared": "--"}
+
+
+def latency_figure(record: Record, geometry: Geometry) -> Figure:
+    """Seconds per chunk, chunk by chunk: rising until the window is full, then flat."""
+    runs = record.of(RolloutRun).values()
+    backends = list(dict.fromkeys(run.backend for run in runs))
+    with plt.style.context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 4))
+        for run in runs:
+            how = run.mode if run.mode == "eager" else f"{run.mode} {run.layout}"
+            if run.repeat or len(run.chunks) < 3:
+                continue
+            ax.plot(
+                [chunk.index for chunk in run.chunks],
+                [chunk.seconds for chunk in run.chunks],
+                LINES[how],
+                marker="x" if run.layout == "shared" else "o",
+                markersize=4,
+                color=f"C{backends.index(run.backend)}",
+                label=f"{run.backend}, {how}{' (WRONG)' if run.layout == 'shared' else ''}",
+            )
+        ax.axvline(geometry.first_full_chunk, color="0.6", linewidth=1)
+        ax.axhline(geometry.chunk_seconds, color="0.6", linewidth=1)
+        ax.text(0, geometry.chunk_seconds, " real time", va="bottom", color="0.4")
+        ax.set(
+            xlabel="chunk",
+            ylabel="seconds a chunk",
+            ylim=(0, None),
+            title=_latency_title(list(runs), geometry),
+        )
+        fig.legend(loc="outside right upper", fontsize=8)
+        _label(fig, record)
+    return fig
+
+
+def parts_figure(record: Record) -> Figure:
+    """Device time of one step, split into parts."""
+    parts = parts_table(record)
+    with plt.style.context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 0.5 * len(parts.columns) + 1.8))
+        left = [0.0] * len(parts.columns)
+        hatches = ("", "", "///", "", "\\\\\\", "xx", "")
+        for number, (part, row) in enumerate(parts.iterrows()):
+            ax.barh(
+                list(parts.columns),
+                row.tolist(),
+                left=left,
+                label=str(part),
+                color=f"C{number}",
+                hatch=hatches[number],
+                edgecolor="white",
+            )
+            left = [start + width for start, width in zip(left, row, strict=True)]
+        ax.invert_yaxis()
+        ax.set(xlabel="ms of device time in one step", title=_parts_title(parts))
+        fig.legend(loc="outside lower center", ncols=3, fontsize=8)
+        _label(fig, record)
+    return fig
+
+
+def memory_figure(record: Record) -> Figure:
+    """Peak device memory of each rollout."""
+    runs = [run for run in record.of(RolloutRun).values() if not run.repeat and len(run.chunks) > 2]
+    names = [f"{run.backend}, {run.mode} {run.layout}" for run in runs]
+    with plt.style.context(STYLE):
+        fig, ax = plt.subplots(figsize=(8, 0.32 * len(runs) + 1.2))
+        peaks = [run.peak_bytes / 2**30 for run in runs]
+        bars = ax.barh(names, peaks, color="C0")
+        ax.bar_label(bars, fmt="%.1f", padding=3)
+        ax.invert_yaxis()
+        ax.set(xlabel="peak memory, GiB", title=_memory_title(runs))
+        _label(fig, record)
+    return fig
+
+
+def _latency_title(runs: list[RolloutRun], geometry: Geometry) -> str:
+    full = [steady(r, geometry) for r in runs if (r.mode, r.layout) == ("compiled", "separate")]
+    most = max((spread(seconds) for seconds in full if seconds), default=0.0)
+    chunk = geometry.first_full_chunk
+    return f"From chunk {chunk} on the window is full;\ncompiled latency stays within {most:.1%}"
+
+
+def _parts_title(parts: pd.DataFrame) -> str:
+    totals = parts.sum()
+    fastest = totals.idxmin()
+    share = parts.loc[["attention", "matrix products"], fastest].sum() / totals[fastest]
+    return f"Attention and matrix products take {share:.0%} of the fastest step"
+
+
+def _memory_title(runs: list[RolloutRun]) -> str:
+    def least(mode: str, layout: str) -> int:
+        peaks = [run.peak_bytes for run in runs if (run.mode, run.layout) == (mode, layout)]
+        return min(peaks, default=0)
+
+    separate, shared = least("compiled", "separate"), least("compiled", "shared")
+    if shared:
+        more = (shared - separate) / 2**30
+        return f"Shared halves take {more:.1f} GiB more at the peak"
+    saved = (least("eager", "separate") - separate) / 2**30
+    return f"Compiled over separate pools takes {saved:.1f} GiB less than eager"
+
+
+def _label(fig: Figure, record: Record) -> None:
+    fig.text(0.995, -0.01, record.provenance.label, ha="right", va="top", size=7, color="0.4")

@@ -1,0 +1,165 @@
+"""From an executed notebook to a page: what was run, with which parameters, and a clean copy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from omni_kv.publish.notebooks import strip
+from omni_kv.publish.parameters import parameters_of
+
+AS_RECORDED = re.compile(r"^(\S.*): as recorded for this torch release$", re.MULTILINE)
+NO_RECORD = re.compile(r"^(\S.*): no record for torch ", re.MULTILINE)
+CHANGED = re.compile(r"^(\S.*): not as recorded for torch ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One executed notebook.
+
+    Attributes:
+        stem: its file name, without the suffix.
+        title: its first heading.
+        question: what follows "The question." in its first cell.
+        time: what follows "Time." there.
+        parameters: what it ran with: the defaults of its parameters cell and what papermill set.
+        seconds: how long it ran, if papermill noted it.
+        date: when it ran, ``YYYY-MM-DD``; empty if unknown.
+        as_recorded: verdicts that came out as recorded.
+        no_record: verdicts without a record to hold them against.
+        changed: verdicts that came out differently.
+        failed: whether a cell raised.
+    """
+
+    stem: str
+    title: str
+    question: str
+    time: str
+    parameters: dict[str, Any]
+    seconds: float | None
+    date: str
+    as_recorded: tuple[str, ...]
+    no_record: tuple[str, ...]
+    changed: tuple[str, ...]
+    failed: bool
+
+    @property
+    def device(self) -> str:
+        """Where it ran: what its parameters say, a GPU by its name if it is still there."""
+        device = str(self.parameters.get("device") or "cpu")
+        if device.startswith("cuda"):
+            import torch
+
+            return torch.cuda.get_device_name(device) if torch.cuda.is_available() else device
+        return device
+
+
+def run_of(path: Path) -> Run:
+    """Read what an executed notebook says of itself and of its run."""
+    nb = nbformat.read(path, as_version=4)
+    first = next((cell.source for cell in nb.cells if cell.cell_type == "markdown"), "")
+    heading = re.search(r"^# +(.+)$", first, re.MULTILINE)
+    notes = nb.metadata.get("papermill", {})
+    defaults = {name: p.default for name, p in parameters_of(path).items()}
+    printed = "\n".join(
+        output.get("text", "")
+        for cell in nb.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "stream"
+    )
+    errors = [o for c in nb.cells for o in c.get("outputs", []) if o.output_type == "error"]
+    return Run(
+        stem=path.stem,
+        title=heading[1].strip() if heading else path.stem,
+        question=_paragraph(first, "The question."),
+        time=_paragraph(first, "Time."),
+        parameters=defaults | dict(notes.get("parameters", {})),
+        seconds=notes.get("duration"),
+        date=str(notes.get("start_time") or "")[:10],
+        as_recorded=tuple(AS_RECORDED.findall(printed)),
+        no_record=tuple(NO_RECORD.findall(printed)),
+        changed=tuple(CHANGED.findall(printed)),
+        failed=bool(errors),
+    )
+
+
+def _paragraph(text: str, label: str) -> str:
+    """What follows a bold label, up to the next empty line."""
+    found = re.search(rf"\*\*{re.escape(label)}\*\*\s*(.+?)(?:\n\s*\n|\Z)", text, re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None:
+    """Write a copy of an executed notebook for Sphinx, with the run's parameters below its title.
+
+    What is of this machine alone (paths, addresses, progress bars) is left out. On paper there is
+    nothing to download.
+    """
+    nb = strip(nbformat.read(path, as_version=4))
+    for cell in nb.cells:
+        _texts_of_pictures(cell)
+        for output in cell.get("outputs", []):
+            if "text/html" in output.get("data", {}):
+                output.data["text/html"] = breakable(output.data["text/html"])
+    at = next((i for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), -1) + 1
+    # An id of its own would differ in every build.
+    nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run, download=not paged), id="this-run"))
+    nbformat.write(nb, target)
+
+
+def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
+    """Take a bitmap's alternative text from its plain form, which names what it shows."""
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        text = data.get("text/plain", "")
+        if "image/png" in data and text and not text.startswith("<"):
+            cell.metadata["mystnb"] = {"image": {"alt": " ".join(text.split())}}
+
+
+def breakable(html: str) -> str:
+    """Let long names in HTML break behind their underscores, points and slashes.
+
+    A table with such a name in it would be wider than a phone or a sheet of paper.
+    """
+    pieces = re.split(r"(<style.*?</style>|<[^>]*>)", html, flags=re.DOTALL)
+    for at in range(0, len(pieces), 2):
+        pieces[at] = re.sub(
+            r"\S{20,}", lambda name: re.sub(r"([_./:])(?=\w)", r"\1<wbr>", name[0]), pieces[at]
+        )
+    return "".join(pieces)
+
+
+def _box(run: Run, download: bool) -> str:
+    parameters = ", ".join(f"`{name} = {value!r}`" for name, value in run.parameters.items())
+    lines = [
+        ":::{admonition} This run",
+        ":class: this-run",
+        f"torch {importlib.metadata.version('torch')}, on {run.device}"
+        + (f", {run.date}" if run.date else "")
+        + (f", in {run.seconds:.0f} s" if run.seconds else "")
+        + ".",
+        f"Parameters: {parameters}." if parameters else "No parameters.",
+        _verdicts(run),
+        f"{{download}}`The executed notebook <{run.stem}.ipynb>`." if download else "",
+        ":::",
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _verdicts(run: Run) -> str:
+    parts = []
+    for names, words in (
+        (run.as_recorded, "as recorded for this torch release"),
+        (run.no_record, "without a record"),
+        (run.changed, "**not as recorded**"),
+    ):
+        if names:
+            parts.append(f"{len(names)} {words}")
+    if run.failed:
+        parts.append("**a cell failed**")
+    return f"Outcomes: {', '.join(parts)}." if parts else ""

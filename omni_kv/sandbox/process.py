@@ -1,0 +1,337 @@
+"""Run one function in a child process of its own, and report how it ended.
+
+A miscompiled kernel may crash, hang, poison a CUDA context or scribble over memory, and a compile
+cache left by one layout changes what the next one does. So every compile experiment runs here: a
+fresh interpreter, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+Status = Literal["returned", "raised", "killed", "timed out"]
+
+#: Settings that every child starts with; ``env=`` overrides them. Scalar C++ loops
+#: (``VEC_ISA_OK=0``) read the same addresses as vector loops, compile in 4 s instead of 25 s (the
+#: probing of instruction sets is what costs), and show their index expressions plainly.
+CHILD_ENV = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """How a child process ended.
+
+    Attributes:
+        status: ``returned``, ``raised``, ``killed`` (by a signal) or ``timed out``.
+        value: what the function returned; None unless ``returned``.
+        error: type and message of the exception; None unless ``raised``.
+        signal: name of the signal, such as ``SIGSEGV``; None unless ``killed``.
+        seconds: wall-clock time of the child, interpreter start included.
+        stderr_tail: the last 4,000 characters that the child printed.
+    """
+
+    status: Status
+    value: T | None
+    error: str | None
+    signal: str | None
+    seconds: float
+    stderr_tail: str
+
+    def describe(self) -> str:
+        """Say in a few words how the child ended, without times or paths."""
+        if self.status == "killed":
+            return f"killed by {self.signal}"
+        if self.status == "raised":
+            return f"raised {self.error}"
+        return self.status
+
+    def frames(self) -> list[str]:
+        """The Python frames of the child's main thread as it died, innermost first.
+
+        They are free of this machine's paths. The file that Inductor wrote has a name made of
+        hashes; it is called "generated code".
+        """
+        frames = []
+        # faulthandler lists threads with the newest first: the last one is the main thread.
+        main = self.stderr_tail.rpartition("(most recent call first):")[2].partition("\n\n")[0]
+        for line in main.splitlines():
+            found = re.fullmatch(r'\s*File "(.*)", line (\d+) in (.*)', line)
+            if found:
+                path, number, function = found.groups()
+                path = re.sub(r"^.*(/site-packages/|/(?=omni_kv/))", "", path)
+                if f"{os.sep}cache{os.sep}" in path:
+                    path = "generated code"
+                frames.append(f"{path}, line {number}, in {function}")
+        return frames
+
+    def unwrap(self) -> T:
+        """Return the value.
+
+        Raises:
+            RuntimeError: if the function did not return; the message holds the child's output.
+        """
+        if self.status != "returned":
+            raise RuntimeError(f"the child process {self.describe()}:\n{self.stderr_tail}")
+        return self.value  # type: ignore[return-value]
+
+
+def run_isolated(
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = 180.0,
+    env: Mapping[str, str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> Outcome[T]:
+    """Call ``fn(*args, **kwargs)`` in a fresh interpreter and say what happened.
+
+    Function, arguments and result travel by cloudpickle, so closures and functions of a notebook
+    work; tensors that share a storage still share it on the other side.
+
+    Args:
+        fn: the function; its result must be picklable.
+        args: its arguments.
+        timeout: seconds until the child and all it started are killed.
+        env: environment variables to set in the child, on top of ``CHILD_ENV``.
+        cache_dir: compile-cache directory to use; by default a fresh one, removed afterwards.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ValueError: if ``timeout`` is not positive.
+        pickle.PicklingError, TypeError: if the call cannot be sent to a child.
+    """
+    if timeout <= 0:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
+    folder = Path(tempfile.mkdtemp(prefix="omni-kv-"))
+    try:
+        _dump((fn, args, kwargs), folder / "call")
+        cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
+        (folder / "tmp").mkdir()
+        _share_precompiled_headers(folder / "tmp")
+        child_env = {
+            **os.environ,
+            **CHILD_ENV,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "TMPDIR": str(folder / "tmp"),
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            **(env or {}),
+        }
+        start = time.monotonic()
+        with (folder / "output").open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "omni_kv.sandbox.process", str(folder), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder / "tmp",
+                env=child_env,
+                start_new_session=True,
+            )
+            timed_out = False
+            try:
+                child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                # Also after a normal end: whatever the child started must not outlive it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        seconds = time.monotonic() - start
+        tail = _tail(folder / "output")
+        return _outcome(folder, child.returncode, timed_out, seconds, tail)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_forked(fn: Callable[[], T]) -> Outcome[T]:
+    """Call ``fn()`` in a fork of this process, so that what was compiled here need not be again.
+
+    Only for use inside a child of ``run_isolated``, which bounds its time, and only where torch
+    runs on one thread (``torch.set_num_threads(1)``): a fork takes no other threads along.
+
+    Args:
+        fn: a function without arguments; its result must be picklable.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="omni-kv-fork-"))
+    output = folder / "output"
+    start = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                _keep_result(fn, folder)
+                sys.stderr.flush()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return _outcome(folder, code, False, time.monotonic() - start, _tail(output))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def graph_caches_off() -> Iterator[None]:
+    """Let compilations in one process not find each other's graphs.
+
+    The keys of the compile caches do not see how inputs share storage. Compiled *kernels* are still
+    shared: their key is their source.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    graphs = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    aot = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    with inductor_config.patch(graphs), functorch_config.patch(aot):
+        yield
+
+
+def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list[Outcome[T]]:
+    """Run several isolated calls side by side and return their outcomes in order.
+
+    Args:
+        calls: functions without arguments, such as ``partial(run_isolated, fn, x)``.
+        workers: how many children may run at a time.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
+def run_dealt(
+    fn: Callable[[list[A]], list[T]], items: Sequence[A], workers: int = 2, **options: Any
+) -> list[T]:
+    """Deal items out to child processes, each with its share, and return the results in order.
+
+    Args:
+        fn: takes a list of items, and returns one result for each.
+        items: what to deal out.
+        workers: how many children.
+        options: passed on to ``run_isolated``: ``timeout``, ``env``, ``cache_dir``.
+
+    Raises:
+        RuntimeError: if a child did not return; the message holds its output.
+    """
+    hands = [list(items[first::workers]) for first in range(workers)]
+    children = run_all([partial(run_isolated, fn, hand, **options) for hand in hands if hand])
+    done = [iter(child.unwrap()) for child in children]
+    return [next(done[number % workers]) for number in range(len(items))]
+
+
+def _outcome(folder: Path, code: int, timed_out: bool, seconds: float, tail: str) -> Outcome[Any]:
+    def outcome(
+        status: Status, value: Any = None, error: str | None = None, killed_by: str | None = None
+    ) -> Outcome[Any]:
+        return Outcome(status, value, error, killed_by, seconds, tail)
+
+    if timed_out:
+        return outcome("timed out")
+    if code < 0:
+        return outcome("killed", killed_by=signal.Signals(-code).name)
+    if (folder / "value").exists():
+        return outcome("returned", value=_load(folder / "value"))
+    if (folder / "error").exists():
+        return outcome("raised", error=(folder / "error").read_text())
+    return outcome("raised", error=f"SystemExit: the process ended itself with code {code}")
+
+
+def _tail(output: Path) -> str:
+    return output.read_bytes().decode(errors="replace")[-4000:]
+
+
+def _dump(thing: Any, path: Path) -> None:
+    """Pickle with cloudpickle; torch.save keeps tensors that share a storage sharing it.
+
+    What does not speak of torch is pickled without it: a process needs seconds to import torch.
+    """
+    import cloudpickle
+
+    content = cloudpickle.dumps(thing)
+    if b"torch" not in content:
+        path.write_bytes(content)
+        return
+    import torch
+
+    torch.save(thing, path, pickle_module=cloudpickle)
+
+
+def _load(path: Path) -> Any:
+    import pickle
+
+    content = path.read_bytes()
+    if not content.startswith(b"PK"):  # torch.save writes an archive
+        return pickle.loads(content)
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def _share_precompiled_headers(tmp: Path) -> None:
+    """Let Inductor find its precompiled C++ headers, which all children share.
+
+    Inductor keeps them beside its *default* cache, in the folder for temporary files, which for a
+    child goes away with it; building them anew takes half of a child's time. They hold headers of
+    torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
+    no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    headers = home / "omni-kv" / "precompiled_headers"
+    headers.mkdir(parents=True, exist_ok=True)
+    default_cache = tmp / f"torchinductor_{getpass.getuser()}"
+    default_cache.mkdir()
+    (default_cache / "precompiled_headers").symlink_to(headers)
+
+
+def _child(folder: Path, parent: int) -> None:
+    """Run the call that lies in ``folder``: the child's side of ``run_isolated``."""
+    import faulthandler
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before it could take this child along
+        return
+    faulthandler.enable()
+    fn, args, kwargs = _load(folder / "call")
+    _keep_result(lambda: fn(*args, **kwargs), folder)
+
+
+def _keep_result(fn: Callable[[], Any], folder: Path) -> None:
+    """Leave the result of ``fn()`` in the folder, or what it raised."""
+    try:
+        _dump(fn(), folder / "value.part")
+        (folder / "value.part").rename(folder / "value")
+    except BaseException as error:
+        traceback.print_exc()
+        (folder / "error").write_text(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,192 @@
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni_kv.sandbox.process import run_all, run_dealt, run_isolated
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    """Children leave nothing behind: neither files here nor processes of their session."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_comes_back():
+    outcome = run_isolated(lambda a, b: a + b, 2, b=3)
+    assert (outcome.status, outcome.value) == ("returned", 5)
+    assert outcome.unwrap() == 5
+
+
+def test_tensors_that_share_a_storage_still_share_it_in_the_child():
+    kv = torch.arange(10.0)
+
+    def shares(a, b):
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr(), b.storage_offset()
+
+    assert run_isolated(shares, kv[:5], kv[5:]).unwrap() == (True, 5)
+
+
+def test_an_exception_comes_back_by_name():
+    def fails():
+        raise IndexError("slot 7")
+
+    outcome = run_isolated(fails)
+    assert (outcome.status, outcome.error) == ("raised", "IndexError: slot 7")
+    assert "in fails" in outcome.stderr_tail
+    with pytest.raises(RuntimeError, match="slot 7"):
+        outcome.unwrap()
+
+
+def test_a_signal_comes_back_by_name():
+    outcome = run_isolated(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert (outcome.status, outcome.signal) == ("killed", "SIGSEGV")
+    assert outcome.describe() == "killed by SIGSEGV"
+    assert outcome.frames()[0].endswith("in <lambda>")
+
+
+def test_an_exit_is_no_result():
+    outcome = run_isolated(os._exit, 3)
+    assert (outcome.status, outcome.error) == (
+        "raised",
+        "SystemExit: the process ended itself with code 3",
+    )
+
+
+def test_what_does_not_end_is_ended_with_all_it_started(tmp_path):
+    pids = tmp_path.parent / f"{tmp_path.name}-pids"
+
+    def hang():
+        import subprocess as sp
+
+        child = sp.Popen(["sleep", "60"])
+        Path(pids).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(60)
+
+    start = time.monotonic()
+    assert run_isolated(hang, timeout=6).status == "timed out"
+    assert time.monotonic() - start < 20
+    for pid in map(int, pids.read_text().split()):
+        _gone(pid)
+
+
+def _gone(pid):
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":  # dead; its parent, the init process, has yet to collect it
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_child_dies_with_its_parent(tmp_path):
+    marker = tmp_path.parent / f"{tmp_path.name}-child"
+    program = (
+        "from omni_kv.sandbox.process import run_isolated\n"
+        "import os, time, pathlib\n"
+        "def child():\n"
+        f"    pathlib.Path({str(marker)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "run_isolated(child)\n"
+    )
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-tmp"
+    elsewhere.mkdir()
+    env = {**os.environ, "TMPDIR": str(elsewhere), "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=env)
+    for _ in range(300):
+        if marker.exists() and marker.read_text():
+            break
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    _gone(int(marker.read_text()))
+
+
+def test_each_child_has_a_compile_cache_of_its_own():
+    caches = [run_isolated(lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"]).unwrap() for _ in "ab"]
+    assert caches[0] != caches[1]
+    assert not any(map(os.path.exists, caches))
+
+
+def test_a_cache_can_be_shared_on_purpose(tmp_path):
+    cache = tmp_path.parent / f"{tmp_path.name}-cache"
+    got = run_isolated(lambda: os.environ["TORCHINDUCTOR_CACHE_DIR"], cache_dir=cache)
+    assert got.unwrap() == str(cache)
+
+
+def test_precompiled_headers_are_shared_and_compiled_graphs_are_not():
+    def places():
+        from torch._inductor import codecache
+        from torch._inductor.runtime.runtime_utils import cache_dir
+
+        return os.path.realpath(codecache._HEADER_DIR), cache_dir()
+
+    (headers, graphs), (same_headers, other_graphs) = (
+        run_isolated(places).unwrap() for _ in range(2)
+    )
+    assert headers == same_headers
+    assert graphs != other_graphs
+
+
+def test_no_core_file_is_written():
+    def core_limit():
+        import resource
+
+        return resource.getrlimit(resource.RLIMIT_CORE)
+
+    assert run_isolated(core_limit).unwrap() == (0, 0)
+
+
+def test_forks_report_like_children():
+    def forks():
+        import signal as sig
+
+        from omni_kv.sandbox.process import run_forked
+
+        def fails():
+            print("last words")
+            raise IndexError("slot 7")
+
+        dies = run_forked(lambda: os.kill(os.getpid(), sig.SIGSEGV))
+        return [run_forked(lambda: 5), run_forked(fails), dies]
+
+    fine, failed, died = run_isolated(forks).unwrap()
+    assert fine.value == 5
+    assert failed.error == "IndexError: slot 7"
+    assert "in fails" in failed.stderr_tail
+    assert died.describe() == "killed by SIGSEGV"
+    assert died.frames()[0].endswith("in <lambda>")
+
+
+def test_many_keep_their_order():
+    outcomes = run_all([partial(run_isolated, lambda i=i: i) for i in range(3)])
+    assert [o.value for o in outcomes] == [0, 1, 2]
+
+
+def test_what_is_dealt_out_comes_back_in_order_and_a_death_is_told():
+    assert run_dealt(lambda hand: [(os.getpid(), x) for x in hand], []) == []
+    pids, items = zip(
+        *run_dealt(lambda hand: [(os.getpid(), x) for x in hand], range(5)), strict=True
+    )
+    assert items == (0, 1, 2, 3, 4)
+    assert len(set(pids)) == 2
+    with pytest.raises(RuntimeError, match="killed by SIGSEGV"):
+        run_dealt(lambda hand: os.kill(os.getpid(), signal.SIGSEGV), [1])
+
+
+def test_a_time_limit_must_be_positive():
+    with pytest.raises(ValueError, match="positive"):
+        run_isolated(lambda: None, timeout=0)
