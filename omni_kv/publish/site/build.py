@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omni_kv.evidence.paths import project_dir
 from omni_kv.evidence.verdicts import PACKAGE_PARENT
 from omni_kv.publish.parameters import Refused
 
@@ -22,8 +23,8 @@ PREVIEW_NAME = "link-preview.png"
 
 
 def prose_dir() -> Path:
-    """The checkout's ``report`` folder: the site's configuration, style and prose pages."""
-    return PACKAGE_PARENT / "report"
+    """The project's ``report`` folder: the site's configuration, style and prose pages."""
+    return project_dir() / "report"
 
 
 def build_report(executed: Path, out: Path) -> Path:
@@ -125,4 +126,4 @@ def _epoch() -> int:
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, ValueError, subprocess.CalledProcessError):
-        return int(datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
+        return int(datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC).timestamp())
