@@ -25,8 +25,8 @@ STAMP := $(VENV)/.installed
 LOCK  := $(wildcard requirements/torch-$(TORCH).txt)
 RUN   := PATH="$(BIN):$$PATH" "$(BIN)/omni-kv"
 
-# The releases that `make lock` pins.
-LOCKED := 2.11.0 2.13.0
+# The releases that are supported: `make lock` pins them, CI tests them.
+LOCKED := $(patsubst requirements/torch-%.txt,%,$(sort $(wildcard requirements/torch-*.txt)))
 
 .DEFAULT_GOAL := help
 .PHONY: help report test quick lab notebook env lock lint format verdicts figures notebooks clean distclean

@@ -1,6 +1,6 @@
 """Where the notebooks, the records and the site's sources lie: in a checkout, or in the package.
 
-An installed wheel brings them along in ``omni_kv/share``. They are read there; nothing writes there.
+An installed wheel brings them along in ``omni_kv/share``, where they are read and never written.
 """
 
 from __future__ import annotations
