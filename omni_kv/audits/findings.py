@@ -272,11 +272,11 @@ def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: 
             made = made.args[0]  # type: ignore[assignment]
         if made.name in wrapped:
             continue
-        source = graph.input_of(target.name)
+        name = graph.name_of(target.name)
         decision = next((d for d in graph.decisions if d.node == made.name), None)
         argument = Argument(
-            name=source.name if source is not None else target.name,
-            input=source.name if source is not None else None,
+            name=name,
+            input=name if name != target.name else None,
             outcome="written back",
             cause="computed anew",
             why="The new value is computed and stored into the input; the input is not copied.",

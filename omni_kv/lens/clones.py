@@ -95,12 +95,18 @@ _VIEWS = (
 )
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is a view of its first argument."""
+    if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, fx.Node):
+        return False
+    name = target_name(node.target).split(".")
+    if name[0] == "getitem":  # one of the views that unbind or split gives
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    return name[0] == "aten" and name[1] in _VIEWS
+
+
 def root_of(node: Any) -> fx.Node:
     """Follow views back to the node that holds the memory."""
-    while node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
-        name = target_name(node.target).split(".")
-        taken = name[0] == "getitem" and target_name(node.args[0].target).startswith("aten.")
-        if not taken and (name[0] != "aten" or name[1] not in _VIEWS):
-            break
+    while is_view(node):
         node = node.args[0]
     return node

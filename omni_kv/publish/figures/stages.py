@@ -229,6 +229,8 @@ def _call_line(call: Call, pools: dict[str, str], cloned: set[str]) -> str:
     head = call.target.replace("torch.ops.omni_kv.", "").removesuffix(".default")
     if len(head) > 30 and OP not in head:
         head = head[:18] + "…"
-    shown = [pools.get(a.buffer or "", a.text if a.buffer in cloned else "…") for a in call.arguments]
+    shown = [
+        pools.get(a.buffer or "", a.text if a.buffer in cloned else "…") for a in call.arguments
+    ]
     left = f"{call.result} = " if call.result else ""
     return f"{left}{head}({', '.join(shortened(shown))})"
