@@ -237,16 +237,21 @@ def audit(
     help="Folder for the pictures; data/figures by default.",
 )
 def figures(out: Path | None) -> None:
-    """Draw the pictures that the documents show: from the records, and from the imports."""
+    """Draw the pictures that the documents show: from the records, and from the imports.
+
+    Without --out, the list of PyTorch's private names in `docs/` is written again, too.
+    """
     with _one_line():
-        from omni_kv.evidence.paths import to_write
+        from omni_kv.evidence.paths import project_dir, to_write
         from omni_kv.evidence.records import DATA_VARIABLE, data_dir
-        from omni_kv.publish.figures.packages import write_packages
+        from omni_kv.publish.figures.packages import write_names, write_packages
         from omni_kv.publish.figures.site import write_pictures
 
         folder = to_write(out or data_dir() / "figures", DATA_VARIABLE)
         for path in (*write_pictures(folder), write_packages(folder)):
             click.echo(path)
+        if out is None:
+            click.echo(write_names(to_write(project_dir() / "docs", DATA_VARIABLE)))
 
 
 @main.command("record")

@@ -1,4 +1,4 @@
-"""The figure of the sub-packages, drawn from the imports that stand in the code."""
+"""The figure of the sub-packages, drawn from the imports, and the page of PyTorch's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from omni_kv.evidence.paths import PACKAGE
+from omni_kv.lens.pytorch import names
 from omni_kv.publish.figures.svg import STYLE, describe, save
 
+NAMES = """\
+# Private names of PyTorch
+
+What the lens and the audit read of PyTorch that nobody promised to keep, in the order in which a
+compilation meets it. Written by `omni-kv figures` from `omni_kv/lens/pytorch.py`.
+"""
 #: Packages from the ground up; those of one row do not import each other.
 Rows = list[list[str]]
 
@@ -136,3 +143,22 @@ def write_packages(folder: Path) -> Path:
     path = save(packages_figure(), folder / "architecture.svg")
     plt.close("all")
     return path
+
+
+def write_names(folder: Path) -> Path:
+    """Write the page of names as ``pytorch_names.md`` into a folder."""
+    path = folder / "pytorch_names.md"
+    path.write_text(names_page(), encoding="utf-8")
+    return path
+
+
+def names_page() -> str:
+    """The page of PyTorch's private names that the code stands on, as Markdown.
+
+    It is the same for every release: whether the installed one has them, the audit says.
+    """
+    lines = [NAMES, "| PyTorch's name | in | used by | for |", "| --- | --- | --- | --- |"]
+    for name in names():
+        shown = name.name.replace("|", "\\|")
+        lines.append(f"| `{shown}` | `{name.module}` | `{name.used}` | {name.purpose} |")
+    return "\n".join(lines) + "\n"

@@ -66,12 +66,16 @@ def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
         source: folder to make.
         paged: for the PDF, where all pages become one.
     """
+    from omni_kv.publish.figures.packages import write_packages
     from omni_kv.publish.figures.site import write_pictures
     from omni_kv.publish.site.front_page import fill_in, front_page, paper_pages
     from omni_kv.publish.site.pages import for_site, run_of
 
     leave_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
     shutil.copytree(prose_dir(), source, ignore=leave_out)
+    # As in the checkout, so that the page's link to its figure holds in both.
+    shutil.copytree(project_dir() / "docs", source / "docs", ignore=leave_out)
+    write_packages(source / "data" / "figures")
     (source / "notebooks").mkdir()
     runs = [run_of(path) for path in notebooks]
     for path, run in zip(notebooks, runs, strict=True):
