@@ -26,7 +26,9 @@ import pydantic
 
 from omni_kv.evidence.cells import (
     Agreement,
+    Clones,
     CrashRun,
+    GuardedRun,
     Profile,
     RolloutRun,
     SanitizerRun,
@@ -97,7 +99,7 @@ class Provenance(Strict):
 
 
 Cell = Annotated[
-    CrashRun | SanitizerRun | Timing | Profile | Agreement | RolloutRun,
+    CrashRun | GuardedRun | SanitizerRun | Clones | Timing | Profile | Agreement | RolloutRun,
     pydantic.Field(discriminator="kind"),
 ]
 C = TypeVar("C", bound=Strict)
