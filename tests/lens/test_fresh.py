@@ -134,8 +134,8 @@ def test_inputs_of_every_kind_of_callable_have_the_callers_names(dynamic) -> Non
             "k",
             "args[0]",
             "pool",
-            "kwargs['shift']",
             "shift",
+            "bias",
         }
         module = Counted()
         part = functools.partial(with_rest, x.clone(), x + 1, **call)
