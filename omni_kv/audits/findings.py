@@ -175,6 +175,7 @@ def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) ->
         bytes_per_element=made.itemsize,
     )
     if source is None:
+        _extent_in_buffer(graph, clone, made)
         return clone
     clone.argument_elements = source.span
     clone.storage_first = -source.offset
@@ -186,6 +187,15 @@ def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) ->
             call, loads = copied
             clone.kernel = [call.text, *loads]
     return clone
+
+
+def _extent_in_buffer(graph: GraphCapture, clone: Clone, made: ClonedTensor) -> None:
+    """What the clone of an intermediate reads, if one loop alone fills the buffer that it reads."""
+    read = made.read
+    filled = [k for k in graph.kernels if read is not None and k.into == read.buffer]
+    if read is not None and len(filled) == 1 and filled[0].written is not None:
+        clone.first, clone.last = read.first, read.last
+        clone.storage_first, clone.storage_last = 0, filled[0].written - 1
 
 
 def _cloned(graph: GraphCapture, node: fx.Node) -> ClonedTensor | None:
