@@ -23,7 +23,7 @@ from omni_kv.publish.site.browser import BROWSER_VARIABLE, Browser, find_chromiu
 from omni_kv.publish.site.build import PDF_NAME, build_report, stage
 from omni_kv.publish.site.pages import breakable, run_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.compiles
 CHECKOUT = Path(__file__).resolve().parents[2]
 STORED = sorted((CHECKOUT / "notebooks").glob("*.ipynb"))
 SAMPLE = "98_sample"
