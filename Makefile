@@ -14,17 +14,22 @@ ifeq ($(filter $(PROFILE),$(PROFILES)),)
 $(error PROFILE=$(PROFILE) is not known; there are: $(PROFILES))
 endif
 
+# A path with an umlaut, under LC_ALL=C: Python 3.11 reads an environment's .pth files in the locale's
+# encoding, whatever PYTHONUTF8 says, and would not start.
+export LC_ALL := C.UTF-8
+export PYTHONUTF8 := 1
+
 VENV  := .venv/torch-$(TORCH)
 BIN   := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCK  := $(wildcard requirements/torch-$(TORCH).txt)
 RUN   := PATH="$(BIN):$$PATH" "$(BIN)/omni-kv"
 
-# The releases that `make lock` pins.
-LOCKED := 2.11.0 2.13.0
+# The releases that are supported: `make lock` pins them, CI tests them.
+LOCKED := $(patsubst requirements/torch-%.txt,%,$(sort $(wildcard requirements/torch-*.txt)))
 
 .DEFAULT_GOAL := help
-.PHONY: help report test lab notebook env lock lint format verdicts figures notebooks clean distclean
+.PHONY: help report test quick lab notebook env lock lint format verdicts figures notebooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -37,8 +42,12 @@ report: env ## Run every notebook and build the report from them [PROFILE=gpu]
 	$(RUN) report --executed build/notebooks --out build/report
 
 test: lint ## Lint, type check, tests, and the notebooks against their stored verdicts
-	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile --durations=12 \
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n auto --dist loadfile --durations=12 \
 	    --nbval-lax --nbval-current-env tests notebooks
+
+quick: env ## The tests that neither compile nor start a process, for while you work
+	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n auto --dist loadfile -q \
+	    -m "not compiles" $(ARGS) tests
 
 lab: env ## Open the notebooks in JupyterLab
 	PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab notebooks
@@ -52,8 +61,8 @@ env: $(STAMP) ## Make the environment for this torch release, if need be
 lock: env ## Pin every dependency again, for each supported torch release
 	@for torch in $(LOCKED); do \
 	    echo "torch==$$torch" | "$(BIN)/uv" pip compile --quiet --upgrade --universal \
-	        --python-version 3.10 --no-annotate --custom-compile-command "make lock" \
-	        --extra dev --extra docs --constraint - pyproject.toml \
+	        --python-version 3.11 --no-annotate --custom-compile-command "make lock" \
+	        --extra notebooks --extra docs --extra dev --constraint - pyproject.toml \
 	        --output-file requirements/torch-$$torch.txt || exit 1; \
 	    echo "requirements/torch-$$torch.txt"; \
 	done
@@ -71,7 +80,7 @@ format: env ## Format the code and fix what ruff can fix
 verdicts: env ## Record the notebooks' outcomes for this torch release
 	$(RUN) verdicts record $(NB) $(ARGS)
 
-figures: env ## Draw the README's pictures from the records
+figures: env ## Draw the pictures that the documents show
 	$(RUN) figures
 
 notebooks: env ## Execute the stored notebooks in place
@@ -88,9 +97,9 @@ distclean: clean ## Remove the environments too
 # Installing again is needed when the dependencies change, and only then: the package is editable.
 $(STAMP): pyproject.toml $(LOCK)
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
-	    echo "$(PYTHON) was not found: install Python 3.10 or newer, or set PYTHON=" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "$$($(PYTHON) --version 2>&1) is too old: install Python 3.10 or newer, or set PYTHON=" >&2; exit 1; }
+	    echo "$(PYTHON) was not found: install Python 3.11 or newer, or set PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "$$($(PYTHON) --version 2>&1) is too old: install Python 3.11 or newer, or set PYTHON=" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make environments: install its venv module (Debian: apt install python3-venv)" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || { \
@@ -101,5 +110,5 @@ $(STAMP): pyproject.toml $(LOCK)
 	@test -x "$(BIN)/python" || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing torch $(TORCH) and what the notebooks need into $(VENV); a GPU build of torch takes minutes"
 	"$(BIN)/python" -m pip install --disable-pip-version-check -qq \
-	    $(addprefix -c ,$(LOCK)) -e '.[dev,docs]' 'torch==$(TORCH)'
+	    $(addprefix -c ,$(LOCK)) -e '.[notebooks,docs,dev]' 'torch==$(TORCH)'
 	@touch $@

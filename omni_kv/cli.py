@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 # Imports stand inside the commands: `--help` waits for nothing.
 
 
+#: The modules that the audit does without, and the extra that brings each.
+MISSING = {
+    "ipykernel": "notebooks",
+    "jupyter_client": "notebooks",
+    "matplotlib": "notebooks",
+    "nbclient": "notebooks",
+    "nbconvert": "notebooks",
+    "nbformat": "notebooks",
+    "pandas": "notebooks",
+    "papermill": "notebooks",
+    "docutils": "docs",
+    "jinja2": "docs",
+    "sphinx": "docs",
+}
+
+
 class Refusal(click.ClickException):
     """One line on stderr; nothing was written."""
 
@@ -27,13 +43,22 @@ class Refusal(click.ClickException):
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    from omni_kv.evidence.verdicts import VerdictFileError
-    from omni_kv.publish.parameters import Refused
+def _one_line(*also: type[Exception]) -> Iterator[None]:
+    """Turn what is wrong with a request, or not installed, into a refusal.
 
+    Args:
+        also: exceptions that mean it, besides this package's own value errors.
+    """
     try:
         yield
-    except (Refused, VerdictFileError) as error:
+    except ModuleNotFoundError as error:
+        extra = MISSING.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise Refusal(f"{error.name} is missing: pip install 'omni-kv[{extra}]'") from error
+    except (ValueError, *also) as error:
+        if not (isinstance(error, also) or type(error).__module__.startswith("omni_kv.")):
+            raise
         raise Refusal(" ".join(str(error).split())) from error
 
 
@@ -123,11 +148,13 @@ def record(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...]) 
     """
     with _one_line(), tempfile.TemporaryDirectory() as folder:
         from omni_kv.evidence import verdicts as v
+        from omni_kv.evidence.paths import to_write
+        from omni_kv.evidence.records import DATA_VARIABLE
         from omni_kv.publish import notebooks as nb
         from omni_kv.publish.parameters import plan
 
         jobs = plan(nb.select(notebooks), parameters)
-        path = v.verdict_file(v.load(v.torch_release()).torch)
+        path = to_write(v.verdict_file(v.load(v.torch_release()).torch), DATA_VARIABLE)
         names = [Path(name).stem for name in notebooks]
         given = [word for pair in parameters for word in ("-p", *pair)]
         os.environ[v.COMMAND_VARIABLE] = shlex.join(
@@ -210,12 +237,21 @@ def audit(
     help="Folder for the pictures; data/figures by default.",
 )
 def figures(out: Path | None) -> None:
-    """Draw the README's picture and the preview of links to the site, from the records."""
-    from omni_kv.evidence.verdicts import data_dir
-    from omni_kv.publish.figures.site import write_pictures
+    """Draw the pictures that the documents show: from the records, and from the imports.
 
-    for path in write_pictures(out or data_dir() / "figures"):
-        click.echo(path)
+    Without --out, the list of PyTorch's private names in `docs/` is written again, too.
+    """
+    with _one_line():
+        from omni_kv.evidence.paths import project_dir, to_write
+        from omni_kv.evidence.records import DATA_VARIABLE, data_dir
+        from omni_kv.publish.figures.packages import write_names, write_packages
+        from omni_kv.publish.figures.site import write_pictures
+
+        folder = to_write(out or data_dir() / "figures", DATA_VARIABLE)
+        for path in (*write_pictures(folder), write_packages(folder)):
+            click.echo(path)
+        if out is None:
+            click.echo(write_names(to_write(project_dir() / "docs", DATA_VARIABLE)))
 
 
 @main.command("record")
@@ -236,12 +272,13 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
     Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
     is still missing. 2: refused, nothing was measured.
     """
-    from omni_kv.experiments.gpu.record import record_command
+    with _one_line(ValueError):
+        from omni_kv.evidence.paths import to_write
+        from omni_kv.evidence.records import DATA_VARIABLE, data_dir
+        from omni_kv.experiments.gpu.record import record_command
 
-    try:
+        to_write(out or data_dir(), DATA_VARIABLE)
         missing = record_command(preset, device, out, names, click.echo)
-    except ValueError as error:
-        raise Refusal(" ".join(str(error).split())) from error
     if missing:
         click.echo(f"not complete: {', '.join(missing)}", err=True)
         raise SystemExit(1)
@@ -259,12 +296,10 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
 @click.option("--samples", type=click.IntRange(1), default=10, show_default=True)
 def bench_pieces(preset: str, device: str, backends: tuple[str, ...], samples: int) -> None:
     """Time the op and one layer against the floor measured in the same run."""
-    from omni_kv.experiments.gpu.bench import bench_command
+    with _one_line(ValueError):
+        from omni_kv.experiments.gpu.bench import bench_command
 
-    try:
         click.echo(bench_command(preset, device, backends, samples))
-    except ValueError as error:
-        raise Refusal(" ".join(str(error).split())) from error
 
 
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:

@@ -17,6 +17,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(main, list(arguments))
 
 
+@pytest.mark.compiles
 def test_help_loads_neither_torch_nor_papermill() -> None:
     check = "import sys, omni_kv.cli; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
     modules = ["torch", "papermill", "pandas", "nbformat", "pydantic"]

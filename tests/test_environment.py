@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LOCKS = sorted((CHECKOUT / "requirements").glob("torch-*.txt"))
@@ -29,7 +25,7 @@ def project() -> dict:
 def wanted() -> dict[str, Requirement]:
     """What pyproject asks for: the dependencies and the extras that `make env` installs."""
     extras = project()["optional-dependencies"]
-    lines = [*project()["dependencies"], *extras["dev"], *extras["docs"]]
+    lines = [*project()["dependencies"], *extras["notebooks"], *extras["docs"], *extras["dev"]]
     return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
 
 
@@ -82,7 +78,7 @@ def test_constraints_pin_the_torch_of_their_name(path: Path) -> None:
     assert path.stem == f"torch-{pinned(torch)}"
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 @pytest.mark.parametrize("path", LOCKS, ids=lambda p: p.stem)
 def test_constraints_hold_one_allowed_version_of_all_that_pyproject_names(
     path: Path, python: str
@@ -128,12 +124,56 @@ def test_make_says_in_one_line_which_python_is_missing(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode != 0
-    assert "no-such-python was not found: install Python 3.10 or newer" in done.stderr
+    assert "no-such-python was not found: install Python 3.11 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_ci_runs_the_command_of_the_readme_on_both_releases() -> None:
-    script = (CHECKOUT / ".ci" / "run").read_text()
-    assert "make test" in (CHECKOUT / "README.md").read_text()
-    assert re.findall(r"^make test.*$", script, re.M) == ["make test", "make test TORCH=2.13.0"]
-    subprocess.run(["bash", "-n", str(CHECKOUT / ".ci" / "run")], check=True)
+def releases() -> list[str]:
+    return [path.stem.removeprefix("torch-") for path in LOCKS]
+
+
+def test_ci_tests_every_pinned_release_and_stops_at_the_first_failure(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    make = tmp_path / "make"
+    for code, expected in ((0, releases()), (1, releases()[:1])):
+        make.write_text(f'#!/bin/sh\necho "$@" >> "{said}"\nexit {code}\n')
+        make.chmod(0o755)
+        said.write_text("")
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run([CHECKOUT / ".ci" / "run"], env={**os.environ, "PATH": path})
+        assert done.returncode == code
+        assert said.read_text().splitlines() == [f"test TORCH={torch}" for torch in expected]
+
+
+def test_the_workflow_tests_every_pinned_release_and_the_oldest_and_newest_python() -> None:
+    text = (CHECKOUT / ".github" / "workflows" / "ci.yml").read_text()
+    matrix = yaml.safe_load(text)["jobs"]["test"]["strategy"]["matrix"]["include"]
+    assert {job["torch"] for job in matrix} == set(releases())
+    allowed = [c.rpartition(" ")[2] for c in project()["classifiers"] if "Python :: 3." in c]
+    assert {allowed[0], allowed[-1]} <= {job["python"] for job in matrix}
+
+
+def test_the_lowest_python_is_the_first_of_the_classifiers_and_of_the_locks() -> None:
+    lowest = project()["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {lowest}" in project()["classifiers"]
+    assert f"--python-version {lowest} " in (CHECKOUT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("where", ["package", "notebooks", "workflows"])
+def test_contributing_names_every_environment_variable_that_the_code_reads(where: str) -> None:
+    folders = {"package": "omni_kv", "notebooks": "notebooks", "workflows": ".github"}
+    suffixes = {".py", ".ipynb", ".yml"}
+    files = (p for p in (CHECKOUT / folders[where]).rglob("*") if p.suffix in suffixes)
+    named = {name for p in files for name in re.findall(r"\bOMNI_KV_[A-Z_]+", p.read_text())}
+    listed = set(re.findall(r"^\| `(\w+)`", (CHECKOUT / "CONTRIBUTING.md").read_text(), re.M))
+    assert named <= listed, named - listed
+
+
+def test_the_audit_asks_for_no_package_that_it_does_not_import() -> None:
+    audit = ("cli.py", "testing.py", "audits", "lens", "sandbox")
+    roots = [CHECKOUT / "omni_kv" / name for name in audit]
+    files = [p for root in roots for p in ([root] if root.suffix else root.glob("*.py"))]
+    text = "\n".join(path.read_text() for path in files)
+    for line in project()["dependencies"]:
+        name = Requirement(line).name
+        assert re.search(rf"^\s*(import|from) {name}\b", text, re.M), name

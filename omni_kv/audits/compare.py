@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from omni_kv.audits.differences import bits_of, difference_of
 from omni_kv.audits.report import Comparison, Result, Run
-from omni_kv.lens.capture import fresh_frame, original
+from omni_kv.lens.fresh import original, recompilable
 from omni_kv.lens.graph import input_name, parameter_names
 from omni_kv.sandbox.process import Outcome, graph_caches_off, run_all, run_forked, run_isolated
 from omni_kv.sandbox.relocate import MEMORIES, Memory, View, lay, map_leaves, pack
@@ -270,7 +270,7 @@ def _do(job: Job) -> list[Comparison]:
     filled with random numbers first: foreign values could not be told from its own.
     """
     backend = _Backend(job.fn)
-    compiled = torch.compile(fresh_frame(job.fn), backend=backend, dynamic=job.dynamic)
+    compiled = torch.compile(recompilable(job.fn)[0], backend=backend, dynamic=job.dynamic)
     comparisons: list[Comparison] = []
     for args, label in zip(job.series, job.labels, strict=True):
         backend.memory = None

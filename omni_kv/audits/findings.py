@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -10,23 +9,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.report import Alias, Argument, Clone, Op
+from omni_kv.lens import pytorch
+from omni_kv.lens.clones import ClonedTensor, clones_of, root_of
 from omni_kv.lens.decisions import Decision, target_name
 from omni_kv.lens.graph import GraphCapture, Input, overlap
 
 _FUNCTIONALISED = ("auto_functionalized", "auto_functionalized_v2")
 _TRITON = "triton_kernel_wrapper_functional"
-_VIEWS = (
-    "as_strided",
-    "slice",
-    "select",
-    "view",
-    "reshape",
-    "alias",
-    "permute",
-    "expand",
-    "detach",
-)
-
 _SEPARATE = (
     "give each pool an allocation of its own, or pass the op the one tensor that holds them all "
     "and slice it inside the op"
@@ -164,79 +153,32 @@ def _why(graph: GraphCapture, decision: Decision) -> str:
     return sentences.get(decision.cause, "The pass refused; the lens did not see why.")
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """Follow views back to the node that holds the memory."""
-    while node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
-        name = target_name(node.target).split(".")
-        if name[0] != "aten" or name[1] not in _VIEWS:
-            break
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) -> Clone | None:
     """Find the clone behind the tensor that the op is handed, and the kernel that makes it."""
-    if passed is None:
+    made = _cloned(graph, root_of(passed)) if passed is not None else None
+    if made is None:
         return None
-    node = _root(passed)
-    if target_name(node.target) != "aten.clone.default":
-        return None
-    value = node.meta["val"]
-    elements = graph.number(value.numel())
     clone = Clone(
-        elements=elements,
-        bytes=elements * value.element_size(),
-        bytes_per_element=value.element_size(),
+        elements=made.elements,
+        bytes=made.elements * made.itemsize,
+        bytes_per_element=made.itemsize,
     )
-    if source is not None:
-        clone.argument_elements = source.span
-        clone.storage_first = -source.offset
-        clone.storage_last = source.storage - source.offset - 1
-    made = [k for k in graph.kernels if node.name in k.origins and len(k.reads) == 1]
-    if source is not None and made and made[0].reads[0].buffer == source.aot:
-        read = made[0].reads[0]
-        clone.first, clone.last, clone.index = read.first, read.last, read.index
-        clone.kernel = kernel_lines(graph.generated_code or "", read.buffer, made[0].writes)
+    if source is None:
+        return clone
+    clone.argument_elements = source.span
+    clone.storage_first = -source.offset
+    clone.storage_last = source.storage - source.offset - 1
+    if made.read is not None and made.writes is not None and made.source is source:
+        clone.first, clone.last = made.read.first, made.read.last
+        copied = graph.generated and graph.generated.copies(made.read.buffer, made.writes)
+        if copied:
+            call, loads = copied
+            clone.kernel = [call.text, *loads]
     return clone
 
 
-def kernel_lines(code: str, reads: str, writes: str) -> list[str]:
-    """Lines of generated code that call a kernel on two buffers, and load from the first of them.
-
-    Args:
-        code: what Inductor generated for one graph.
-        reads: name of the buffer that the kernel reads.
-        writes: name of the buffer that it fills.
-    """
-    lines = code.splitlines()
-    for line in lines:
-        call = re.match(r"\s*((?:cpp|triton)_\w+?)(?:\.run)?\((.*)\)\s*$", line)
-        names = [part.strip() for part in call[2].split(",")] if call is not None else []
-        if call is None or reads not in names or writes not in names:
-            continue
-        source = kernel_text(code, call[1])
-        pointer = _parameters(source)[names.index(reads)]
-        loads = [text.strip() for text in source if re.search(rf"\b{pointer}( \+|\[)", text)]
-        return [line.strip(), *loads]
-    return []
-
-
-def kernel_text(code: str, name: str) -> list[str]:
-    """Lines of one kernel's source, as it stands in the generated code between triple quotes."""
-    lines = code.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith(f"{name} = ")), None)
-    if start is None:
-        return []
-    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("'''"))
-    return lines[start + 1 : end]
-
-
-def _parameters(source: list[str]) -> list[str]:
-    """Names of a kernel's parameters, in the order of the arguments that it is called with."""
-    text = "\n".join(source)
-    signature = re.search(r"(?:void\s+kernel|def triton_\w+)\(([^)]*)\)", text)
-    parts = signature[1].split(",") if signature is not None else []
-    return [re.split(r"[\s*]+", part.split(":")[0].strip())[-1] for part in parts]
+def _cloned(graph: GraphCapture, node: fx.Node) -> ClonedTensor | None:
+    return next((c for c in clones_of(graph) if c.node == node.name), None)
 
 
 def _compare_view(
@@ -257,7 +199,7 @@ def _compare_view(
     if len(views) != len(handed) or tensor not in handed:
         return
     view = views[handed.index(tensor)]
-    root = _root(tensor)
+    root = root_of(tensor)
     kernels = [k for k in graph.kernels if k.writes == view.buffer and root.name in k.origins]
     if root.name != view.buffer and not kernels:
         return  # the code hands over a buffer that the graph does not name
@@ -310,9 +252,9 @@ def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int)
 
 
 def _kernel_name(index: Any) -> str:
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    kernel: Any = kernel_side_table.get_kernel(index)
+    if not pytorch.KERNEL_TABLE.present:
+        return f"Triton kernel {index}"
+    kernel: Any = pytorch.KERNEL_TABLE.get().get_kernel(index)
     while not hasattr(kernel, "__name__") and hasattr(kernel, "fn"):  # an autotuner around it
         kernel = kernel.fn
     return getattr(kernel, "__name__", f"Triton kernel {index}")
@@ -325,16 +267,16 @@ def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: 
         target, value = node.args[0], node.args[1]
         if target.op != "placeholder" or not isinstance(value, fx.Node):
             continue
-        made = _root(value)
+        made = root_of(value)
         if made.target is not None and target_name(made.target) == "getitem":
             made = made.args[0]  # type: ignore[assignment]
         if made.name in wrapped:
             continue
-        source = graph.input_of(target.name)
+        name = graph.name_of(target.name)
         decision = next((d for d in graph.decisions if d.node == made.name), None)
         argument = Argument(
-            name=source.name if source is not None else target.name,
-            input=source.name if source is not None else None,
+            name=name,
+            input=name if name != target.name else None,
             outcome="written back",
             cause="computed anew",
             why="The new value is computed and stored into the input; the input is not copied.",

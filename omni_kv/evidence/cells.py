@@ -109,6 +109,56 @@ class CrashRun(Strict):
     seconds: float
 
 
+class GuardedRun(Strict):
+    """How one compiled layer over memory with known surroundings ended, held against eager.
+
+    Attributes:
+        name: unique within the record.
+        layout: how K and V lie in memory.
+        memory: what surrounds each allocation: an unmapped page behind it, or a neighbour.
+        dynamic: what ``torch.compile(dynamic=...)`` got.
+        repeat: number of the run; every run is a process of its own with a fresh compile cache.
+        ended: ``returned``, or the first line of what ended the process.
+        rows: slots of the pool; None, like the counts that follow, if the run did not return.
+        rows_written: slots that the op was asked to write.
+        key_rows_wrong: slots of K that differ from the eager run.
+        value_rows_wrong: slots of V that differ from the eager run.
+        value_rows_neighbour: how many of these hold the neighbour's values.
+        value_rows_keys: how many of these hold the same slot of K.
+        agrees: whether output and both pools agree with the eager run.
+        seconds: wall-clock time of the child.
+    """
+
+    kind: Literal["guarded"] = "guarded"
+    name: str
+    layout: Literal["shared", "separate"]
+    memory: Literal["guard after", "guard before", "neighbour"]
+    dynamic: bool
+    repeat: int
+    ended: str
+    rows: int | None = None
+    rows_written: int | None = None
+    key_rows_wrong: int | None = None
+    value_rows_wrong: int | None = None
+    value_rows_neighbour: int | None = None
+    value_rows_keys: int | None = None
+    agrees: bool | None = None
+    seconds: float
+
+
+class Clones(Strict):
+    """The clones of mutated arguments in one compiled graph.
+
+    Attributes:
+        name: what was compiled.
+        elements: of each clone, by the argument's name.
+    """
+
+    kind: Literal["clones"] = "clones"
+    name: str
+    elements: dict[str, int]
+
+
 class SanitizerRun(Strict):
     """What compute-sanitizer's memcheck said of the first bad access.
 

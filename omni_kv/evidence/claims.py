@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +18,6 @@ import pandas as pd
 import pydantic
 
 from omni_kv.evidence.records import data_dir
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 VerdictOnClaim = Literal["confirmed", "refined", "refuted", "not tested here"]
 

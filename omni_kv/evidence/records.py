@@ -26,13 +26,16 @@ import pydantic
 
 from omni_kv.evidence.cells import (
     Agreement,
+    Clones,
     CrashRun,
+    GuardedRun,
     Profile,
     RolloutRun,
     SanitizerRun,
     Strict,
     Timing,
 )
+from omni_kv.evidence.paths import project_dir, to_write
 
 SCHEMA_VERSION = 1
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -96,7 +99,7 @@ class Provenance(Strict):
 
 
 Cell = Annotated[
-    CrashRun | SanitizerRun | Timing | Profile | Agreement | RolloutRun,
+    CrashRun | GuardedRun | SanitizerRun | Clones | Timing | Profile | Agreement | RolloutRun,
     pydantic.Field(discriminator="kind"),
 ]
 C = TypeVar("C", bound=Strict)
@@ -136,8 +139,8 @@ class Record(Strict):
 
 
 def data_dir() -> Path:
-    """The checkout's ``data`` folder, or what ``OMNI_KV_DATA`` names."""
-    return Path(os.environ.get(DATA_VARIABLE) or PACKAGE_PARENT / "data")
+    """The project's ``data`` folder, or what ``OMNI_KV_DATA`` names."""
+    return Path(os.environ.get(DATA_VARIABLE) or project_dir() / "data")
 
 
 def folder_name(provenance: Provenance) -> str:
@@ -206,7 +209,12 @@ def write(record: Record, path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside ``path`` that takes its place when the block ends well."""
+    """A new file beside ``path`` that takes its place when the block ends well.
+
+    Raises:
+        InstalledFiles: if the path lies among the files of an installed package.
+    """
+    to_write(path, DATA_VARIABLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -234,7 +242,7 @@ def provenance(device: str, command: str) -> Provenance:
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         revision=revision(),
         command=command,
         card=_card(device) if on_gpu else None,

@@ -12,6 +12,9 @@ There is no hook around the reinplace pass and none behind it, so two functions 
 the time of one compilation, both in ``_patched``. The pass keeps no record of *why* it turned an
 argument down either; ``watch_pass`` reads that from the pass' own frames as they return.
 
+All of these names are private, and a release may lack one (``omni_kv.lens.pytorch``). Then the
+stages that hang on it are left out, and the capture says which names are missing.
+
 Nothing that was compiled is ever run: the inputs are not touched.
 """
 
@@ -19,28 +22,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import importlib
+import inspect
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import fx
 
+from omni_kv.lens import pytorch
 from omni_kv.lens.decisions import watch_pass
+from omni_kv.lens.fresh import Settings, original, recompilable, settings_of
 from omni_kv.lens.graph import (
     GraphCapture,
-    PassedView,
+    Scheduled,
     input_name,
     kernels_of,
     read_inputs,
     read_scheduled,
 )
+
+__all__ = ["Capture", "Until", "capture", "original"]
 
 Until = Literal["graph", "code"]
 
@@ -51,26 +56,23 @@ class Capture:
 
     Attributes:
         graphs: one entry a graph; several only if the callable breaks the graph.
-        dynamic: what was passed as ``dynamic=``.
         graph_break: PyTorch's first sentence on why the graph breaks; None if it is whole.
         seconds: wall-clock time of the compilation.
+        missing: private names that this torch lacks, and stages that could not be read, with why;
+            empty where the lens saw everything.
+        wrapped: whether a frame of ours had to be put around the callable; the order in which
+            Dynamo meets the inputs may then differ from plain ``torch.compile``.
     """
 
     graphs: list[GraphCapture]
-    dynamic: bool | None
     graph_break: str | None
     seconds: float
+    missing: list[str] = field(default_factory=list)
+    wrapped: bool = False
 
 
 class _Stop(BaseException):
     """Ends a compilation at the stage that was asked for; no Exception, so nobody catches it."""
-
-
-def original(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The callable behind ``torch.compile(...)``; any other callable as it is."""
-    if isinstance(fn, torch.nn.Module):
-        return getattr(fn, "_orig_mod", fn)  # type: ignore[return-value]
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
 def capture(
@@ -78,7 +80,6 @@ def capture(
     *args: Any,
     dynamic: bool | None = None,
     until: Until = "code",
-    lens: bool = True,
     **kwargs: Any,
 ) -> Capture:
     """Compile ``fn(*args, **kwargs)`` with Inductor and keep what each stage produced.
@@ -89,31 +90,36 @@ def capture(
     read. The mode of autograd is the caller's.
 
     Args:
-        fn: a function, a module, or what ``torch.compile`` made of one.
+        fn: a function, a module, or what ``torch.compile`` made of one; then with the ``mode=``,
+            ``options=`` and ``dynamic=`` that it was given there.
         args: its arguments.
         dynamic: as in ``torch.compile``.
         until: ``graph`` stops behind the graph passes, ``code`` behind code generation (no C++
             or Triton compiler runs in either case).
-        lens: False compiles to the same point and keeps nothing (for timing).
         kwargs: its keyword arguments.
 
     Raises:
         Exception: whatever ``torch.compile`` raises if it cannot compile ``fn``. A graph break is
             no such case: the graph before the break is kept, and ``graph_break`` says why.
     """
+    settings = settings_of(fn)
+    if dynamic is None:
+        dynamic = settings.dynamic
     fn = original(fn)
-    recorder = _Recorder(fn, until, lens)
+    recorder = _Recorder(fn, until, settings)
     start = time.perf_counter()
     graph_break = None
+    unsupported = pytorch.UNSUPPORTED.get() if pytorch.UNSUPPORTED.present else ()
     with _patched(recorder):
         try:
-            _compile(fn, recorder, dynamic, True, args, kwargs)
-        except torch._dynamo.exc.Unsupported as error:
+            wrapped = _compile(fn, recorder, dynamic, True, args, kwargs)
+        except unsupported as error:
             if recorder.graphs:
                 raise
             graph_break = str(error).strip().splitlines()[0]
-            _compile(fn, recorder, dynamic, False, args, kwargs)
-    return Capture(recorder.graphs, dynamic, graph_break, time.perf_counter() - start)
+            wrapped = _compile(fn, recorder, dynamic, False, args, kwargs)
+    missing = pytorch.missing() + recorder.unread
+    return Capture(recorder.graphs, graph_break, time.perf_counter() - start, missing, wrapped)
 
 
 def _compile(
@@ -123,94 +129,88 @@ def _compile(
     fullgraph: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
-    compiled = torch.compile(
-        fresh_frame(fn), backend=recorder.backend, dynamic=dynamic, fullgraph=fullgraph
-    )
+) -> bool:
+    """Compile from nothing; returns whether a frame was put around ``fn``."""
+    fresh, wrapped = recompilable(fn)
+    compiled = torch.compile(fresh, backend=recorder.backend, dynamic=dynamic, fullgraph=fullgraph)
     with contextlib.suppress(_Stop), warnings.catch_warnings():
         # On a GPU Inductor recommends a faster product; nothing is run here.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         compiled(*args, **kwargs)
-
-
-_frames = itertools.count()
-
-
-def fresh_frame(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``fn`` in a frame that Dynamo has not seen.
-
-    Dynamo keeps compiled code, and which sizes changed, by the code object and its name. A frame
-    with a name of its own starts from nothing and leaves what others compiled in place.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    name = f"omni_kv_lens_{next(_frames)}"
-    return types.FunctionType(
-        call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__
-    )
+    return wrapped
 
 
 class _Recorder:
     """Collects the stages of one compilation: the backend and the hooks that ``_patched`` sets."""
 
-    def __init__(self, fn: Callable[..., Any], until: Until, lens: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], until: Until, settings: Settings) -> None:
         self.fn = fn
         self.until = until
-        self.lens = lens
+        self.settings = settings
         self.graphs: list[GraphCapture] = []
         self.graph: GraphCapture
         self.sources: list[str] = []
-        self.loops: list[tuple[str, tuple[str, ...], list[Any]]] = []
-        self.passed: list[PassedView] = []
+        self.scheduled = Scheduled()
+        self.unread: list[str] = []
         self.depth = 0
 
-    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
+    def reads(self, stage: str, read: Callable[[], Any]) -> Any:
+        """Read a stage; one that this torch keeps in another form is left out, and noted."""
+        try:
+            return read()
+        except Exception as error:
+            self.unread.append(f"{stage}: {type(error).__name__}: {error}")
+            return None
 
+    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.graph = graph = GraphCapture(dynamo_graph=_copy(gm.graph))
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.sources = [input_name(node, self.fn) for node in placeholders]
-        self.loops, self.passed = [], []
-        compile_fx(gm, example_inputs, inner_compile=self.inner_compile)
+        self.scheduled = Scheduled()
+        if pytorch.COMPILE_FX.present and pytorch.COMPILE_FX_INNER.present:
+            pytorch.COMPILE_FX.get()(
+                gm,
+                example_inputs,
+                inner_compile=self.inner_compile,
+                config_patches=self.settings.options or None,
+            )
 
         def stand_in(*inputs: Any) -> Any:
             # Dynamo may compile more than once before it is content: the graph that counts is run.
             self.graphs.append(graph)
-            if self.lens:
-                read_inputs(graph, inputs, self.sources)
-                graph.kernels = kernels_of(self.loops, graph)
-                graph.passed_views = [
-                    replace(view, offset=graph.number(view.offset)) for view in self.passed
-                ]
+            self.reads("inputs", lambda: read_inputs(graph, inputs, self.sources))
+            graph.kernels = self.reads("kernels", lambda: kernels_of(self.scheduled, graph)) or []
+            views = self.reads("views that ops are handed", lambda: self.passed_views(graph))
+            graph.passed_views = views or []
             raise _Stop
 
         return stand_in
 
-    def inner_compile(self, gm: fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx_inner
+    def passed_views(self, graph: GraphCapture) -> list[Any]:
+        return [replace(v, offset=graph.number(v.offset)) for v in self.scheduled.passed]
 
+    def inner_compile(self, gm: fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
         def never_run(args: Any) -> Any:
             raise _Stop
 
         never_run._boxed_call = True  # type: ignore[attr-defined]
         if options.get("is_backward"):
             return never_run
-        if self.lens:
-            self.graph.aot_forward_graph = _copy(gm.graph)
-            self.graph.is_inference = bool(options.get("is_inference"))
+        self.graph.aot_forward_graph = _copy(gm.graph)
         with contextlib.suppress(_Stop):
-            compile_fx_inner(gm, example_inputs, **options)
+            pytorch.COMPILE_FX_INNER.get()(gm, example_inputs, **options)
         return never_run
 
-    def reinplace(self, passes: Callable[..., None], updater: Any, graph: fx.Graph) -> None:
-        if self.depth != 1 or not self.lens:  # the graph of a higher-order op's branch
-            return passes(updater, graph)
+    def reinplace(self, passes: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        graph = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Graph)), None)
+        # Deeper is the graph of a higher-order op's branch.
+        outermost = self.depth == 1 or not pytorch.POST_GRAD.present
+        if graph is None or not outermost:
+            return passes(*args, **kwargs)
         taken = self.graph
         taken.post_grad_before_reinplace = _copy(graph)
         with watch_pass() as decisions:
-            passes(updater, graph)
+            passes(*args, **kwargs)
         taken.decisions = decisions
         taken.post_grad_after_reinplace = _copy(graph)
         return None
@@ -225,16 +225,13 @@ class _Recorder:
             self.depth -= 1
         if self.depth:
             return
-        if self.lens:
-            self.graph.post_grad_after_decomposition = _copy(gm.graph)
+        self.graph.post_grad_after_decomposition = _copy(gm.graph)
         if self.until == "graph":
             raise _Stop
 
-    def scheduled(self, nodes: list[Any]) -> list[Any]:
-        if self.lens:
-            self.loops, self.passed = [], []
-            for node in nodes:
-                read_scheduled(node, self.loops, self.passed)
+    def before_fusion(self, nodes: list[Any]) -> list[Any]:
+        self.scheduled = Scheduled()
+        self.reads("kernels", lambda: read_scheduled(nodes, self.scheduled))
         return nodes
 
     def code(self, code: str) -> None:
@@ -245,37 +242,47 @@ class _Recorder:
 @contextlib.contextmanager
 def _patched(recorder: _Recorder) -> Iterator[None]:
     """Set the hooks for the time of one compilation: the only place where PyTorch is patched."""
-    from torch._inductor import compile_fx
-    from torch._inductor.fx_passes import post_grad
-    from torch._inductor.graph import GraphLowering
+    with contextlib.ExitStack() as stack:
+        options = {name: False for name in pytorch.INDUCTOR_OPTIONS}
+        options |= {name: False for name in pytorch.FUNCTORCH_OPTIONS}
+        _set(stack, options)
+        if pytorch.PRE_FUSION.present:
+            before = pytorch.PRE_FUSION.get()
+            hook = _chained(before, recorder.before_fusion)
+            _set(stack, {pytorch.PRE_FUSION: hook})
+        around: dict[pytorch.Name, Callable[..., None]] = {
+            pytorch.POST_GRAD: recorder.post_grad,
+            pytorch.REINPLACE: recorder.reinplace,
+        }
+        for name, wrap in around.items():
+            if name.present:
+                _replace(stack, name, functools.partial(wrap, name.get()))
+        if pytorch.SAVE_CODE.present:
+            _replace(stack, pytorch.SAVE_CODE, recorder.code)
+        yield
 
-    before = inductor_config._pre_fusion_custom_pass
-    run_passes = compile_fx._recursive_post_grad_passes
-    run_reinplace = post_grad.reinplace_inplaceable_ops
-    save = GraphLowering.save_output_code
-    options = {
-        "fx_graph_cache": False,
-        "fx_graph_remote_cache": False,
-        "cpp.vec_isa_ok": False,
-        "_pre_fusion_custom_pass": lambda nodes: recorder.scheduled(
-            before(nodes) if before is not None else nodes
-        ),
-    }
-    no_aot_cache = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
-    with inductor_config.patch(options), functorch_config.patch(no_aot_cache):
-        try:
-            compile_fx._recursive_post_grad_passes = functools.partial(  # type: ignore[assignment]
-                recorder.post_grad, run_passes
-            )
-            post_grad.reinplace_inplaceable_ops = functools.partial(  # type: ignore[assignment]
-                recorder.reinplace, run_reinplace
-            )
-            GraphLowering.save_output_code = recorder.code  # type: ignore[assignment]
-            yield
-        finally:
-            compile_fx._recursive_post_grad_passes = run_passes
-            post_grad.reinplace_inplaceable_ops = run_reinplace
-            GraphLowering.save_output_code = save
+
+def _chained(before: Any, then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Call a hook that was set by others first, if there is one."""
+    return then if before is None else lambda nodes: then(before(nodes))
+
+
+def _set(stack: contextlib.ExitStack, options: dict[pytorch.Name, Any]) -> None:
+    """Set those options that this torch has."""
+    for name, value in options.items():
+        if name.present:
+            config: Any = importlib.import_module(name.module)
+            stack.enter_context(config.patch({name.name: value}))
+
+
+def _replace(stack: contextlib.ExitStack, name: pytorch.Name, value: Any) -> None:
+    """Put something in the place of a function."""
+    owner: Any = importlib.import_module(name.module)
+    *path, attribute = name.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    stack.callback(setattr, owner, attribute, inspect.getattr_static(owner, attribute))
+    setattr(owner, attribute, value)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

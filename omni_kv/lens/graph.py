@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -13,7 +14,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
+from omni_kv.lens import pytorch
 from omni_kv.lens.decisions import Decision, target_name
+from omni_kv.lens.generated import Generated, parse
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class Input:
     span: int
     storage: int
     dtype: torch.dtype
-    device: str
     storage_id: int
 
 
@@ -47,7 +49,6 @@ class Read:
     index: str
     first: int
     last: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,17 @@ class Kernel:
 
     Attributes:
         writes: the buffer that it fills.
+        into: the buffer whose memory that is: another one, or an input, if it is written in place.
         origins: names of the post-grad nodes that it came from.
         reads: what it reads, by index expression.
+        written: how many elements it writes; None if that depends on data.
     """
 
     writes: str
+    into: str
     origins: tuple[str, ...]
     reads: tuple[Read, ...]
+    written: int | None
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,31 @@ class PassedView:
 
     op: str
     order: int
-    position: int
     buffer: str
     offset: int
+
+
+@dataclass
+class Scheduled:
+    """What the scheduler's nodes say, while sizes are still symbols.
+
+    Attributes:
+        loops: buffer, origins, reads and writes of each loop nest.
+        passed: the views that custom ops are handed.
+        same: for a buffer that stands for another one after a write, that other one.
+    """
+
+    loops: list[tuple[str, tuple[str, ...], list[Any], list[Any]]] = field(default_factory=list)
+    passed: list[PassedView] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
+
+    def memory_of(self, buffer: str) -> str:
+        """The buffer or input whose memory a buffer is."""
+        seen = set()
+        while buffer in self.same and buffer not in seen:
+            seen.add(buffer)
+            buffer = self.same[buffer]
+        return buffer
 
 
 @dataclass
@@ -90,8 +117,12 @@ class GraphCapture:
     kernels: list[Kernel] = field(default_factory=list)
     passed_views: list[PassedView] = field(default_factory=list)
     generated_code: str | None = None
-    is_inference: bool = True
     sizes: dict[Any, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def generated(self) -> Generated | None:
+        """The generated code, parsed; None if there is none."""
+        return parse(self.generated_code)
 
     def number(self, expression: Any) -> int:
         """Value of a size expression for the sizes of this call.
@@ -116,47 +147,55 @@ class GraphCapture:
         """The input that a placeholder of the AOT or post-grad graphs stands for, if it is one."""
         return next((i for i in self.inputs if i.aot == node and not i.merged), None)
 
+    def name_of(self, node: str) -> str:
+        """The caller's name for a placeholder, ``a + b`` for a synthetic base; else the node's."""
+        return " + ".join(i.name for i in self.inputs if i.aot == node) or node
 
-def read_scheduled(
-    node: Any, loops: list[tuple[str, tuple[str, ...], list[Any]]], passed: list[PassedView]
-) -> None:
-    """Keep a scheduler node's reads (a loop nest) or the views that it passes on (a custom op)."""
-    from torch._inductor import ir
-    from torch._inductor.dependencies import MemoryDep
 
+def read_scheduled(nodes: list[Any], scheduled: Scheduled) -> None:
+    """Keep what the scheduler's nodes read (loop nests) or pass on as views (custom ops)."""
+    for node in nodes:
+        _read_node(node, scheduled)
+
+
+def _read_node(node: Any, scheduled: Scheduled) -> None:
+    memory_dep, fallback = pytorch.MEMORY_DEP.get(), pytorch.FALLBACK_KERNEL.get()
     buffer = node.node
-    reads = [dep for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    if reads and hasattr(buffer, "origins"):
+    for output in node.get_outputs():
+        for changed in output.get_mutations():
+            scheduled.same[output.get_name()] = changed
+    reads, writes = (
+        sorted((dep for dep in deps if isinstance(dep, memory_dep)), key=str)
+        for deps in (node.read_writes.reads, node.read_writes.writes)
+    )
+    if (reads or writes) and hasattr(buffer, "origins"):
         origins = tuple(sorted(origin.name for origin in buffer.origins))
-        loops.append((buffer.get_name(), origins, sorted(reads, key=str)))
-    if isinstance(buffer, ir.FallbackKernel) and buffer.op_overload is not None:
+        scheduled.loops.append((buffer.get_name(), origins, reads, writes))
+    if isinstance(buffer, fallback) and buffer.op_overload is not None:
         op = target_name(buffer.op_overload)
-        order = len({view.order for view in passed if view.op == op})
-        tensors: Any = buffer.inputs
-        for position, tensor in enumerate(tensors):
+        order = len({view.order for view in scheduled.passed if view.op == op})
+        for tensor in buffer.inputs:
             # The offset may hold symbols still; numbers take their place once the inputs are known.
-            offset: Any = tensor.get_layout().offset
-            passed.append(PassedView(op, order, position, tensor.get_name(), offset))
+            view = PassedView(op, order, tensor.get_name(), tensor.get_layout().offset)
+            scheduled.passed.append(view)
 
 
-def kernels_of(
-    loops: list[tuple[str, tuple[str, ...], list[Any]]], graph: GraphCapture
-) -> list[Kernel]:
+def kernels_of(scheduled: Scheduled, graph: GraphCapture) -> list[Kernel]:
     """The loop nests with numbers in place of symbols; reads whose index is data are left out."""
-    return [
-        Kernel(
-            writes,
-            origins,
-            tuple(extent for dep in reads if (extent := _extent(dep, graph)) is not None),
-        )
-        for writes, origins, reads in loops
-    ]
+    kernels = []
+    for writes, origins, reads, written in scheduled.loops:
+        try:
+            counts = [math.prod(graph.number(n) for n in dep.ranges.values()) for dep in written]
+            elements: int | None = max(counts, default=None)
+        except ValueError:
+            elements = None
+        extents = tuple(e for dep in reads if (e := _extent(dep, graph, scheduled)) is not None)
+        kernels.append(Kernel(writes, scheduled.memory_of(writes), origins, extents, elements))
+    return kernels
 
 
-def _extent(dep: Any, graph: GraphCapture) -> Read | None:
+def _extent(dep: Any, graph: GraphCapture, scheduled: Scheduled) -> Read | None:
     """Lowest and highest index of a read; None if the index depends on data."""
-    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
-
     try:
         ranges = {var: graph.number(size) for var, size in dep.ranges.items()}
     except ValueError:
@@ -166,9 +205,11 @@ def _extent(dep: Any, graph: GraphCapture) -> Read | None:
     )
     if not index.free_symbols <= set(ranges):
         return None
-    limits = bound_sympy(index, {var: ValueRanges(0, size - 1) for var, size in ranges.items()})
-    count = math.prod(ranges.values())
-    return Read(dep.name, str(dep.index), int(limits.lower), int(limits.upper), count)
+    value_ranges = pytorch.RANGES.get()
+    bounds = {var: value_ranges(0, size - 1) for var, size in ranges.items()}
+    limits = pytorch.BOUND.get()(index, bounds)
+    buffer = scheduled.memory_of(dep.name)
+    return Read(buffer, str(dep.index), int(limits.lower), int(limits.upper))
 
 
 def read_inputs(graph: GraphCapture, values: tuple[Any, ...], names: list[str]) -> None:
@@ -195,7 +236,6 @@ def read_inputs(graph: GraphCapture, values: tuple[Any, ...], names: list[str]) 
                 span=span(value.shape, value.stride()),
                 storage=storage.nbytes() // value.element_size(),
                 dtype=value.dtype,
-                device=str(value.device),
                 storage_id=storage._cdata,
             )
         )
@@ -289,28 +329,35 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
 
 
 def input_name(node: fx.Node, fn: Callable[..., Any]) -> str:
-    """Where the caller finds a graph input: ``key_pool``, ``pools[1]``, ``fn.layers.0.pool``."""
-    parameters = parameter_names(fn)
+    """Where the caller finds a graph input: ``key_pool``, ``pools[1]``, ``fn.layers.0.pool``.
+
+    ``fn`` is the callable itself where the tensor hangs on a module or on a method's object.
+    """
     argument = node.meta.get("grapharg")
     name = getattr(getattr(argument, "source", None), "name", None)
     name = name() if callable(name) else name
     if not isinstance(name, str):
         return node.name
+    # Where a frame stands around the callable, Dynamo knows its arguments by number.
     positional = re.match(r"L\['args'\]\[(\d+)\](.*)", name)
     if positional is not None:
-        number = int(positional[1])
-        known = number < len(parameters)
+        number, parameters = int(positional[1]), parameter_names(fn)
+        known = number < len(parameters) and not _has_own_args(fn)
         return (parameters[number] if known else f"args[{number}]") + _path(positional[2])
     keyword = re.match(r"L\['kwargs'\]\['(\w+)'\](.*)", name)
     if keyword is not None:
         return keyword[1] + _path(keyword[2])
-    free = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    cell = re.match(r"L\['fn'\]\.__closure__\[(\d+)\]\.cell_contents(.*)", name)
-    if cell is not None and int(cell[1]) < len(free):
-        return free[int(cell[1])] + _path(cell[2])
     name = re.sub(r"G\['__import_[^']*'\]\.(\w+)", r"G['\1']", name)
     scope = re.match(r"[LG]\['(\w+)'\](.*)", name)
-    return scope[1] + _path(scope[2]) if scope is not None else name
+    if scope is None:
+        return name
+    bound = isinstance(fn, torch.nn.Module) or inspect.ismethod(fn)
+    return ("fn" if bound and scope[1] == "self" else scope[1]) + _path(scope[2])
+
+
+def _has_own_args(fn: Callable[..., Any]) -> bool:
+    code = getattr(getattr(fn, "forward", fn), "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def _path(path: str) -> str:

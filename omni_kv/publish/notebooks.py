@@ -15,6 +15,7 @@ from typing import Any
 
 import nbformat
 
+from omni_kv.evidence.paths import project_dir, to_write
 from omni_kv.evidence.verdicts import PACKAGE_PARENT
 from omni_kv.publish.parameters import Job, Refused
 
@@ -35,8 +36,8 @@ class Ran:
 
 
 def notebooks_dir() -> Path:
-    """The checkout's `notebooks` folder, or what `OMNI_KV_NOTEBOOKS` names."""
-    return Path(os.environ.get(NOTEBOOKS_VARIABLE) or PACKAGE_PARENT / "notebooks")
+    """The project's `notebooks` folder, or what `OMNI_KV_NOTEBOOKS` names."""
+    return Path(os.environ.get(NOTEBOOKS_VARIABLE) or project_dir() / "notebooks")
 
 
 def select(asked: Sequence[str]) -> list[Path]:
@@ -104,7 +105,12 @@ def store(notebooks: Sequence[Path]) -> list[Ran]:
     """Execute notebooks with their defaults and put the outputs into them, free of this machine.
 
     A notebook that fails stays as it was, and ends the run.
+
+    Raises:
+        InstalledFiles: If one of them belongs to an installed package.
     """
+    for notebook in notebooks:
+        to_write(notebook, NOTEBOOKS_VARIABLE)
     done = []
     with tempfile.TemporaryDirectory() as folder:
         for number, notebook in enumerate(notebooks, 1):

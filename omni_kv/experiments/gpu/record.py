@@ -32,11 +32,12 @@ from omni_kv.evidence.records import (
     read,
     write,
 )
-from omni_kv.experiments.gpu import bench
+from omni_kv.experiments.gpu import bench, fixed
 from omni_kv.experiments.gpu import step as gpu_measure
 from omni_kv.experiments.gpu import trials as gpu_trials
 from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
 from omni_kv.experiments.gpu.crash import crash_run
+from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
 from omni_kv.model.attention import BackendError, choose_backend
@@ -99,6 +100,11 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         ]
         for name, cases in CRASHES.items()
     }
+    found["guarded"] = [
+        Unit(f"{label}, {repeat}", functools.partial(_guarded, plan, label, repeat))
+        for repeat in range(REPEATS)
+        for label in guarded_cases(plan.device)
+    ]
     if plan.device != "cpu":
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
     found["step"] = [
@@ -110,6 +116,9 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         _measured(plan, "error", "measure_error", plan.backends),
     ]
     found["trials"] = [_measured(plan, fastest, "measure_trials", fastest, plan.samples)]
+    found["overlap-check"] = [
+        _measured(plan, fastest, "measure_overlap_check", fastest, plan.samples)
+    ]
     found["bench"] = [_measured(plan, "pieces", "measure_pieces", plan.backends, 2 * plan.samples)]
     # Over shared halves the results are wrong: two chunks are enough to see by how much.
     found["rollout"] = [
@@ -326,6 +335,10 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
     return [crash_run(name, case, plan.geometry, plan.device, twin=twin)]
 
 
+def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
+    return [guarded_run(label, repeat, plan.device)]
+
+
 def _stale_cache(plan: Plan) -> list[Strict]:
     """Separate pools, with the compile cache that a run over shared halves left behind."""
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as folder:
@@ -351,7 +364,7 @@ def _measured(plan: Plan, name: str, function: str, *args: object) -> Unit:
     """A measurement in a child of its own; shared halves need the allocator that lets them run."""
 
     def run() -> list[Strict]:
-        modules = (gpu_measure, gpu_trials, bench)
+        modules = (gpu_measure, gpu_trials, bench, fixed)
         measure = next(getattr(m, function) for m in modules if hasattr(m, function))
         env = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))}
         if "shared" in args:

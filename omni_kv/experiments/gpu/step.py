@@ -15,6 +15,7 @@ import torch
 from omni_kv.evidence.cells import (
     Agreement,
     ChunkSample,
+    Clones,
     Kernel,
     Profile,
     RolloutRun,
@@ -26,7 +27,7 @@ from omni_kv.model.pools import Layout, Pools, make_pools
 from omni_kv.model.rollout import random_latents, random_text, rollout, window_of_chunk
 from omni_kv.model.transformer import VideoTransformer, make_model, rope_3d
 
-MeasuredCell = Timing | Profile | Agreement | RolloutRun
+MeasuredCell = Timing | Profile | Agreement | RolloutRun | Clones
 Thunk = Callable[[], object]
 
 

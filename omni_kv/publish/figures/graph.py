@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import difflib
 import html
-import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
 from IPython.display import Code
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from torch import fx
 
-from omni_kv.audits.findings import kernel_text, ops_of
+from omni_kv.audits.findings import ops_of
 from omni_kv.audits.report import Argument
-from omni_kv.lens.decisions import target_name
 from omni_kv.lens.graph import GraphCapture, Input
+from omni_kv.lens.printing import stage_lines
 from omni_kv.publish.figures.pools import BLUE, DARK, GREEN, LIGHT, ORANGE, PINK, RED, SKY, STYLE
-
-#: Ops that only pass a pool on, so that its way through the graph can be followed.
-_PASS_ON = ("as_strided", "clone", "copy_", "getitem", "select", "slice", "alias")
 
 
 @dataclass(frozen=True)
@@ -98,108 +92,6 @@ def side_by_side(
     )
 
 
-def stage_lines(graph: GraphCapture, stage: str) -> list[str]:
-    """The lines of one stage that deal with the mutated inputs, with the caller's names.
-
-    Raises:
-        KeyError: if there is no such stage.
-    """
-    nodes = graph.stages()[stage]
-    mutated = {name for op in ops_of(graph) for a in op.arguments for name in _names(a)}
-    inputs = {i.name: i for i in graph.inputs}
-    names: dict[str, str] = {}
-    for name in mutated:
-        known = inputs.get(name)
-        if known is not None:
-            names[known.dynamo] = name
-            names[known.aot or known.dynamo] = name
-    names = {node: names[node] for node in names if not _is_merged(graph, names[node])} | {
-        i.aot: "+".join(j.name for j in graph.inputs if j.aot == i.aot)
-        for i in graph.inputs
-        if i.merged and i.aot
-    }
-    follow = {n for n in nodes.nodes if n.op == "placeholder" and n.name in names}
-    lines = []
-    for node in nodes.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        if not any(used in follow for used in node.all_input_nodes):
-            continue
-        if _passes_on(node) or _is_mutable_op(node):
-            follow.add(node)
-        else:
-            continue
-        lines.append(_line(node, follow, names))
-    return lines
-
-
-def _names(argument: Argument) -> list[str]:
-    return argument.input.split(" + ") if argument.input else []
-
-
-def _is_merged(graph: GraphCapture, name: str) -> bool:
-    return any(i.merged for i in graph.inputs if i.name == name)
-
-
-def _passes_on(node: fx.Node) -> bool:
-    parts = target_name(node.target).split(".")
-    return (parts[1] if parts[0] == "aten" else parts[0]) in _PASS_ON
-
-
-def _is_mutable_op(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None) or getattr(
-        getattr(node.target, "default", None), "_schema", None
-    )
-    mutable = schema is not None and schema.is_mutable
-    return mutable or "functional" in target_name(node.target)
-
-
-def _line(node: fx.Node, follow: set[fx.Node], names: dict[str, str]) -> str:
-    """One node as a person would write it; arguments that are not on the pools' way are dots."""
-
-    def shown(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            if isinstance(value.meta.get("val"), torch.SymInt):
-                return str(value.meta["val"])
-            return names.get(value.name, value.name) if value in follow else "…"
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(shown(v) for v in value)}]"
-        return str(value)
-
-    target = target_name(node.target)
-    if node.target is operator.getitem:
-        return f"{node.name} = {shown(node.args[0])}[{shown(node.args[1])}]"
-    arguments = [shown(a) for a in node.args]
-    keywords = {k: shown(v) for k, v in node.kwargs.items() if _tells(k, v, follow)}
-    if target.startswith("aten."):
-        call = f"{arguments[0]}.{target.split('.')[1]}({', '.join(arguments[1:])})"
-        return call if target.startswith("aten.copy_") else f"{node.name} = {call}"
-    parts = [*_shortened(arguments), *(f"{k}={v}" for k, v in keywords.items())]
-    if len(keywords) < len(node.kwargs):
-        parts.insert(len(_shortened(arguments)), "…")
-    call = f"{node.name} = {target}({', '.join(parts)})"
-    clones = node.meta.get("only_clone_these_tensors")
-    return call if clones is None else f"{call}  # clone bases {list(clones)}"
-
-
-def _tells(keyword: str, value: Any, follow: set[fx.Node]) -> bool:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    on_the_way = any(isinstance(v, fx.Node) and v in follow for v in values)
-    return on_the_way or keyword.startswith("_")
-
-
-def _shortened(arguments: list[str]) -> list[str]:
-    """Leave out repeated dots and plain numbers between the arguments that matter."""
-    kept: list[str] = []
-    for text in arguments:
-        plain = text == "…" or re.fullmatch(r"None|-?[\d.]+(e-?\d+)?", text) is not None
-        if not plain:
-            kept.append(text)
-        elif not kept or kept[-1] != "…":
-            kept.append("…")
-    return kept
-
-
 def kernel_source(graph: GraphCapture, argument: Argument) -> Code:
     """The part of the generated kernel that makes the clone of an argument, to be displayed.
 
@@ -207,23 +99,27 @@ def kernel_source(graph: GraphCapture, argument: Argument) -> Code:
     that Triton compiles. The line that loads from the argument is marked. Empty if there is no such
     kernel.
     """
-    if argument.clone is None or not argument.clone.kernel or not graph.generated_code:
+    clone, code = argument.clone, graph.generated
+    if clone is None or not clone.kernel or code is None:
         return Code("")
-    call, *loads = argument.clone.kernel
-    lines = kernel_text(graph.generated_code, re.split(r"[.(]", call)[0])
-    at = next(i for i, line in enumerate(lines) if line.strip() in loads)
-    pointer = re.findall(r"\bin_ptr\d+\b", lines[at])[0]
-    if call.startswith("triton"):
-        start = lines.index("@triton.jit")
-        body, comment, language = (
-            [*lines[start:at], f"{lines[at]}  # <--", *lines[at + 1 :]],
-            "#",
-            "python",
+    call, *loads = clone.kernel
+    kernel = code.kernels.get(re.split(r"[.(]", call)[0])
+    lines = list(kernel.lines) if kernel is not None else []
+    at = next((i for i, line in enumerate(lines) if line.strip() in loads), None)
+    if at is None:
+        return Code("")
+    pointer = "".join(re.findall(r"\bin_ptr\d+\b", lines[at])[:1])
+    triton = next((i for i, line in enumerate(lines) if line.startswith("@triton.jit")), None)
+    if triton is not None:
+        marked = [*lines[triton:at], f"{lines[at]}  # <--", *lines[at + 1 :]]
+        return Code(
+            "\n".join([f"# {pointer} is {argument.input}, out_ptr the clone", *marked]),
+            language="python",
         )
-    else:
-        body, comment, language = _loop_around(lines, at), "//", "c++"
-    heading = f"{comment} {pointer} is {argument.input}, out_ptr the clone"
-    return Code("\n".join([heading, *body]), language=language)
+    loop = _loop_around(lines, at)
+    return Code(
+        "\n".join([f"// {pointer} is {argument.input}, out_ptr the clone", *loop]), language="c++"
+    )
 
 
 def _loop_around(lines: list[str], at: int) -> list[str]:
@@ -249,15 +145,9 @@ def _loop_around(lines: list[str], at: int) -> list[str]:
 
 def _without_casts(text: str) -> str:
     """C++ without ``static_cast<int64_t>(...)``: what stands in the parentheses stays."""
-    cast = "static_cast<int64_t>("
-    while cast in text:
-        start = text.index(cast)
-        open_at = start + len(cast)
-        depth, end = 1, open_at
-        while depth:
-            depth += {"(": 1, ")": -1}.get(text[end], 0)
-            end += 1
-        text = text[:start] + text[open_at : end - 1] + text[end:]
+    cast = re.compile(r"static_cast<int64_t>\(((?:[^()]|\([^()]*\))*)\)")
+    while cast.search(text):
+        text = cast.sub(r"\1", text)
     return text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from matplotlib.patches import FancyBboxPatch
 from torch import fx
 
 from omni_kv.lens.capture import Capture
-from omni_kv.lens.decisions import target_name
+from omni_kv.lens.clones import clones_of, mutated_inputs
+from omni_kv.lens.generated import Call
 from omni_kv.lens.graph import GraphCapture
+from omni_kv.lens.printing import shortened, stage_lines
 from omni_kv.publish.figures.pools import BLUE, DARK, LIGHT, RED, STYLE
 from omni_kv.publish.figures.svg import describe
 
 OP = "ar_diffusion_paged_write_attn"
-#: What is shown of a graph: the op and what functionalization and its undoing put around it.
-SHOWN = (OP, "auto_functionalized", "as_strided", "clone", "copy_")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
             "Dynamo",
             "runs your bytecode once and notes the tensor operations in a graph",
             _count(graph.dynamo_graph),
-            _shown(graph.dynamo_graph, graph),
+            _shown(graph, "Dynamo graph"),
             False,
             ("03",),
             "torch/_dynamo/convert_frame.py",
@@ -81,7 +80,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
             "AOTAutograd",
             "functionalizes: nothing is mutated until the copies at the end",
             _count(graph.aot_forward_graph),
-            _shown(graph.aot_forward_graph, graph),
+            _shown(graph, "AOT forward graph"),
             False,
             ("03",),
             "torch/_functorch/_aot_autograd/graph_capture.py",
@@ -99,7 +98,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
             "Inductor: decomposition",
             "gives the op its arguments back, and a clone of each that was turned down",
             _count(graph.post_grad_after_decomposition),
-            _shown(graph.post_grad_after_decomposition, graph),
+            _shown(graph, "post-grad after decomposition"),
             bool(clones(graph)),
             ("03", "05"),
             "torch/_inductor/fx_passes/post_grad.py",
@@ -108,7 +107,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
             "Inductor: code generation",
             "fuses what is left into loops and writes them as C++ or Triton",
             f"{len(graph.kernels)} loops, {len(code.splitlines())} lines",
-            _generated(graph, code),
+            _generated(graph),
             bool(clones(graph)),
             ("03", "05"),
             "torch/_inductor/graph.py, torch/_inductor/codegen/",
@@ -127,16 +126,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
 
 def clones(graph: GraphCapture) -> dict[str, int]:
     """The pools that are cloned in the compiled graph, each with the elements of its clone."""
-    after = graph.post_grad_after_decomposition
-    found: dict[str, int] = {}
-    for node in after.nodes if after is not None else ():
-        if target_name(node.target) == "aten.clone.default":
-            view = node.args[0]
-            base = view.args[0] if target_name(view.target).startswith("aten.as_strided") else view
-            source = graph.input_of(base.name)
-            if source is not None:
-                found[source.name] = graph.number(view.args[1][0] if view is not base else 0)
-    return found
+    return {c.source.name: c.elements for c in clones_of(graph) if c.source is not None}
 
 
 def draw(stops: Sequence[Stop]) -> Figure:
@@ -209,40 +199,10 @@ def _count(graph: fx.Graph | None) -> str:
     return f"{len(graph.nodes)} nodes" if graph is not None else "not reached"
 
 
-def _shown(graph: fx.Graph | None, capture: GraphCapture) -> tuple[str, ...]:
-    nodes = graph.nodes if graph is not None else ()
-    return tuple(
-        _statement(node, capture)
-        for node in nodes
-        if node.op in ("call_function", "call_method")
-        and any(word in target_name(node.target) for word in SHOWN)
-    )
-
-
-def _statement(node: fx.Node, capture: GraphCapture) -> str:
-    """One node as a line of Python: its pools and what was made of them; `...` for the rest."""
-    name = target_name(node.target).removesuffix(".default").removeprefix("omni_kv.")
-    plain = any(word in name for word in ("as_strided", "clone", "copy_"))
-    given = [_value(arg, capture, plain) for arg in node.args]
-    if "_all_bases" in node.kwargs:
-        given = [OP, "...", f"_all_bases={_value(node.kwargs['_all_bases'], capture, plain)}"]
-    kept = [text for i, text in enumerate(given) if text != "..." or given[i - 1 : i] != ["..."]]
-    left = "" if name.endswith("copy_") else f"{node.name} = "
-    return f"{left}{name}({', '.join(kept)})"
-
-
-def _value(value: Any, capture: GraphCapture, plain: bool) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_value(item, capture, plain) for item in value)}]"
-    if not isinstance(value, fx.Node):
-        return str(value) if plain else "..."
-    source = next((i for i in capture.inputs if value.name in (i.aot, i.dynamo)), None)
-    if source is not None:
-        return source.name if plain or "pool" in source.name else "..."
-    if value.target is operator.getitem:
-        return f"{value.args[0]}[{value.args[1]}]"
-    made = any(word in target_name(value.target) for word in SHOWN)
-    return value.name if plain or made else "..."
+def _shown(graph: GraphCapture, stage: str) -> tuple[str, ...]:
+    """The lines of a stage that deal with the pools; none if it was not reached."""
+    lines = stage_lines(graph, stage) if stage in graph.stages() else []
+    return tuple(line.replace("omni_kv.", "").replace(".default", "") for line in lines)
 
 
 def _decision(graph: GraphCapture, decision: Any) -> str:
@@ -251,50 +211,26 @@ def _decision(graph: GraphCapture, decision: Any) -> str:
     return f"{', '.join(tensors)}: {told}"
 
 
-def _generated(graph: GraphCapture, code: str) -> tuple[str, ...]:
-    """The generated lines that make room for the clone, fill it, and hand it to the op."""
-    cloned = {
-        kernel.writes
-        for kernel in graph.kernels
-        if any(origin.startswith("clone") for origin in kernel.origins)
-    }
-    names = {source.aot: source.name for source in graph.inputs if source.aot}
+def _generated(graph: GraphCapture) -> tuple[str, ...]:
+    """The generated calls that make room for the clone, fill it, and hand it to the op."""
+    cloned = {c.writes for c in clones_of(graph) if c.writes is not None}
+    pools = {i.aot: i.name for i in mutated_inputs(graph) if i.aot}
     lines = []
-    for line in map(str.strip, code.splitlines()):
-        words = line.replace("(", " ").replace(",", " ").replace(")", " ").split()
-        call = OP in line and "= torch.ops" in line
-        kernel = line.startswith("cpp_fused") or ".run(" in line
-        if call or (cloned & set(words) and (kernel or "empty_strided" in line)):
-            shown = names if not call else {k: v for k, v in names.items() if "pool" in v}
-            lines.append(_shortened(line, shown, cloned))
+    for call in graph.generated.calls if graph.generated is not None else ():
+        if call.result in cloned:
+            lines.append(call.text)
+        elif OP in call.target or cloned & set(call.buffers):
+            lines.append(_call_line(call, pools, cloned))
     return tuple(lines)
 
 
-def _shortened(line: str, names: dict[str, str], cloned: set[str]) -> str:
+def _call_line(call: Call, pools: dict[str, str], cloned: set[str]) -> str:
     """A generated call with its pools and clones by name and the other arguments left out."""
-    head, bracket, rest = line.partition("(")
-    if "empty_strided" in head or not bracket:
-        return line
-    head = head.replace("torch.ops.omni_kv.", "").removesuffix(".default")
+    head = call.target.replace("torch.ops.omni_kv.", "").removesuffix(".default")
     if len(head) > 30 and OP not in head:
-        head = head[:18] + "..."
-    given: list[str] = []
-    for argument in _split(rest.rpartition(")")[0]):
-        source = names.get(argument.strip(), "")
-        known = "pool" in source or any(name in argument for name in cloned)
-        text = (source or argument.strip()) if known else "..."
-        if text != "..." or given[-1:] != ["..."]:
-            given.append(text)
-    return f"{head}({', '.join(given)})"
-
-
-def _split(arguments: str) -> list[str]:
-    """Arguments of a call, split at the commas outside brackets."""
-    parts, depth = [""], 0
-    for character in arguments:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+        head = head[:18] + "…"
+    shown = [
+        pools.get(a.buffer or "", a.text if a.buffer in cloned else "…") for a in call.arguments
+    ]
+    left = f"{call.result} = " if call.result else ""
+    return f"{left}{head}({', '.join(shortened(shown))})"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omni_kv.evidence.paths import project_dir
 from omni_kv.evidence.verdicts import PACKAGE_PARENT
 from omni_kv.publish.parameters import Refused
 
@@ -22,8 +23,8 @@ PREVIEW_NAME = "link-preview.png"
 
 
 def prose_dir() -> Path:
-    """The checkout's ``report`` folder: the site's configuration, style and prose pages."""
-    return PACKAGE_PARENT / "report"
+    """The project's ``report`` folder: the site's configuration, style and prose pages."""
+    return project_dir() / "report"
 
 
 def build_report(executed: Path, out: Path) -> Path:
@@ -65,12 +66,16 @@ def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
         source: folder to make.
         paged: for the PDF, where all pages become one.
     """
+    from omni_kv.publish.figures.packages import write_packages
     from omni_kv.publish.figures.site import write_pictures
     from omni_kv.publish.site.front_page import fill_in, front_page, paper_pages
     from omni_kv.publish.site.pages import for_site, run_of
 
     leave_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
     shutil.copytree(prose_dir(), source, ignore=leave_out)
+    # As in the checkout, so that the page's link to its figure holds in both.
+    shutil.copytree(project_dir() / "docs", source / "docs", ignore=leave_out)
+    write_packages(source / "data" / "figures")
     (source / "notebooks").mkdir()
     runs = [run_of(path) for path in notebooks]
     for path, run in zip(notebooks, runs, strict=True):
@@ -125,4 +130,4 @@ def _epoch() -> int:
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, ValueError, subprocess.CalledProcessError):
-        return int(datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
+        return int(datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC).timestamp())

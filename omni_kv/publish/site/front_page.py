@@ -26,6 +26,9 @@ TITLE = "# torch.compile and a paged KV pool"
 #: Prose pages that come before the notebooks.
 FIRST = ("in_short",)
 
+#: Pages of the code's own documentation, at the end.
+CODE = ("docs/architecture", "docs/pytorch_names")
+
 
 def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
     """The site's front page.
@@ -47,7 +50,7 @@ def front_page(runs: Sequence[Run], pages: Sequence[str]) -> str:
         *_origins(runs),
         _toctree("Start", [page for page in pages if page in FIRST]),
         _toctree("Notebooks", [f"notebooks/{run.stem}" for run in runs]),
-        _toctree("Reference", [page for page in pages if page not in FIRST]),
+        _toctree("Reference", [*(page for page in pages if page not in FIRST), *CODE]),
     )
 
 
@@ -67,7 +70,7 @@ def paper_pages(runs: Sequence[Run], pages: Sequence[str]) -> dict[str, str]:
     ledger, origins = _joined(*_ledger(runs)), _joined(*_origins(runs))
     made = {"statements": ledger, "origins": origins}
     chapters = {name: text.replace("\n##", "\n#")[1:] for name, text in made.items() if text}
-    order = [*first, *(f"notebooks/{run.stem}" for run in runs), *chapters, *last]
+    order = [*first, *(f"notebooks/{run.stem}" for run in runs), *chapters, *last, *CODE]
     chapters["index"] = _joined(
         TITLE,
         HAPPENED,
