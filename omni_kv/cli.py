@@ -56,8 +56,9 @@ def _one_line(*also: type[Exception]) -> Iterator[None]:
         if extra is None:
             raise
         raise Refusal(f"{error.name} is missing: pip install 'omni-kv[{extra}]'") from error
-    except (ValueError, *also) as error:
-        if not (isinstance(error, also) or type(error).__module__.startswith("omni_kv.")):
+    except Exception as error:
+        ours = isinstance(error, ValueError) and type(error).__module__.startswith("omni_kv.")
+        if not (ours or isinstance(error, also)):
             raise
         raise Refusal(" ".join(str(error).split())) from error
 

@@ -58,6 +58,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused(write_notebook, tmp_pat
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.compiles
 def test_a_failing_run_exits_1_and_names_notebook_cell_and_exception(
     write_notebook, tmp_path
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_failing_run_exits_1_and_names_notebook_cell_and_exception(
     assert "1 not run" in result.stderr
 
 
+@pytest.mark.compiles
 def test_keep_going_still_exits_1(write_notebook, tmp_path) -> None:
     write_notebook("01_a", "1 / 0")
     write_notebook("02_b")
@@ -79,6 +81,7 @@ def test_keep_going_still_exits_1(write_notebook, tmp_path) -> None:
     assert (tmp_path / "out" / "02_b.ipynb").exists()
 
 
+@pytest.mark.compiles
 def test_a_run_shows_progress_and_where_the_notebooks_are(write_notebook, tmp_path) -> None:
     write_notebook("01_a", "x = 1")
     result = call("run", "--all-in-order", "--out", str(tmp_path / "out"))
@@ -87,12 +90,14 @@ def test_a_run_shows_progress_and_where_the_notebooks_are(write_notebook, tmp_pa
     assert str(tmp_path / "out" / "01_a.ipynb") in result.stdout
 
 
+@pytest.mark.compiles
 def test_stored_executes_in_place(write_notebook) -> None:
     path = write_notebook("01_a", "print('fresh')")
     assert call("stored", "01").exit_code == 0
     assert "fresh" in path.read_text()
 
 
+@pytest.mark.compiles
 def test_recording_writes_the_releases_file_and_leaves_the_notebook_alone(
     write_notebook, data
 ) -> None:
@@ -127,6 +132,7 @@ def test_a_corrupt_record_file_stops_the_recording_with_one_line(write_notebook,
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.compiles
 def test_the_report_says_where_to_open_it(write_notebook, tmp_path: Path) -> None:
     write_notebook("01_a", "x = 1")
     out, report = tmp_path / "out", tmp_path / "report"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compiles
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 

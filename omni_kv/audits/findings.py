@@ -28,6 +28,16 @@ _ADVICE = {
     "used later": "read what is needed before the call, or accept the copy: the old value is used",
     "view of an input": "pass the whole input to the op and take the view inside it",
 }
+_OWN_TENSORS = "make each a tensor of its own before the call, with clone(), not views of one"
+#: The same for tensors that are made in the graph, and for writes by ATen ops.
+_INTERMEDIATE_ADVICE = _ADVICE | {
+    "same storage already reinplaced": _OWN_TENSORS,
+    "list shares storage": _OWN_TENSORS,
+}
+_ATEN_ADVICE = {
+    "used later": "read what is needed before the write, or accept the copy: the old value is used",
+    "view of an input": "write into a tensor of its own, or through indices of the whole tensor",
+}
 _OUTSIDE_ADVICE = "; until then do not run it compiled, the values that it reads are not its own"
 
 
@@ -110,7 +120,8 @@ def _argument(
     )
     if not decision.reinplaced:
         argument.clone = _clone(graph, tensor, source)
-        argument.advice = _ADVICE.get(decision.cause)
+        known = _ADVICE if name is not None else _INTERMEDIATE_ADVICE
+        argument.advice = known.get(decision.cause)
         if argument.clone is not None and argument.clone.reads_outside:
             argument.advice = (argument.advice or "do not compile it") + _OUTSIDE_ADVICE
     _compare_view(graph, argument, call, tensor)
@@ -164,6 +175,7 @@ def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) ->
         bytes_per_element=made.itemsize,
     )
     if source is None:
+        _extent_in_buffer(graph, clone, made)
         return clone
     clone.argument_elements = source.span
     clone.storage_first = -source.offset
@@ -175,6 +187,15 @@ def _clone(graph: GraphCapture, passed: fx.Node | None, source: Input | None) ->
             call, loads = copied
             clone.kernel = [call.text, *loads]
     return clone
+
+
+def _extent_in_buffer(graph: GraphCapture, clone: Clone, made: ClonedTensor) -> None:
+    """What the clone of an intermediate reads, if one loop alone fills the buffer that it reads."""
+    read = made.read
+    filled = [k for k in graph.kernels if read is not None and k.into == read.buffer]
+    if read is not None and len(filled) == 1 and filled[0].written is not None:
+        clone.first, clone.last = read.first, read.last
+        clone.storage_first, clone.storage_last = 0, filled[0].written - 1
 
 
 def _cloned(graph: GraphCapture, node: fx.Node) -> ClonedTensor | None:
@@ -203,6 +224,9 @@ def _compare_view(
     kernels = [k for k in graph.kernels if k.writes == view.buffer and root.name in k.origins]
     if root.name != view.buffer and not kernels:
         return  # the code hands over a buffer that the graph does not name
+    whole = graph.number(root.meta["val"].numel())
+    if any(k.written is not None and k.written < whole for k in kernels):
+        return  # Inductor made a buffer of the view itself: it begins where the view begins
     start = graph.number(tensor.meta["val"].storage_offset())
     base = graph.number(root.meta["val"].storage_offset())
     argument.graph_offset, argument.passed_offset = start - base, view.offset
@@ -292,7 +316,7 @@ def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: 
                 argument.clone = Clone(
                     elements=elements, bytes=elements * size, bytes_per_element=size
                 )
-                argument.advice = _ADVICE.get(decision.cause)
+                argument.advice = _ATEN_ADVICE.get(decision.cause)
         ops.append(
             Op(name=target_name(made.target), kind="ATen", graph=number, arguments=[argument])
         )

@@ -54,6 +54,8 @@ def settings_of(fn: Callable[..., Any]) -> Settings:
         context = cell.cell_contents
         if callable(getattr(context, "callback", None)) and pytorch.INNERMOST_BACKEND.present:
             backend = pytorch.INNERMOST_BACKEND.get()(context.callback)
+            # Any backend but Inductor stands inside an object that holds mode and options.
+            backend = getattr(backend, pytorch.COMPILER_FN.name, backend)
             options = getattr(backend, "config", None)
             inductor = getattr(backend, "compiler_name", None) == "inductor"
             return Settings(

@@ -130,6 +130,8 @@ COMPILER_CONFIG = _name(
 INNERMOST_BACKEND = _name(
     _FRAME, "innermost_backend", "object", "lens.fresh", "the backend with mode and options"
 )
+COMPILER_FN = Name("torch", "compiler_fn", "text", "lens.fresh", "the backend behind a wrapper")
+_NAMES.append(COMPILER_FN)
 SKIPPED = _name(
     _TRACING, "check", "object", "lens.fresh", "whether Dynamo puts a frame around a callable"
 )

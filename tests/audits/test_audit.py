@@ -23,7 +23,7 @@ from omni_kv.audits.report import AuditReport, Clone
 from omni_kv.cli import main
 from omni_kv.testing import assert_compiles_faithfully, assert_no_clones
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.compiles
 
 SAME_STORAGE = "same storage already reinplaced"
 

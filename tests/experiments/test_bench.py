@@ -92,7 +92,7 @@ def gradients_as_before():
     torch.set_grad_enabled(before)
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_pieces_are_timed_beside_their_ceilings() -> None:
     cells = measure_pieces(preset("tiny"), "cpu", ["sdpa"], samples=2)
     assert [c.name for c in cells] == [
@@ -106,14 +106,14 @@ def test_pieces_are_timed_beside_their_ceilings() -> None:
     assert all(len(c.seconds) == 2 for c in cells[2:])
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_every_expectation_is_measured_where_it_can_be() -> None:
     cells = measure_trials(preset("tiny"), "cpu", "sdpa", samples=1)
     names = {c.name for c in cells if "ceiling" not in c.name}
     assert names == set(EXPECTED) - {"one CUDA graph a step"}
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_a_live_measurement_holds_what_the_notebook_asks_for() -> None:
     from omni_kv.evidence.records import Record, provenance
 

@@ -183,7 +183,7 @@ def test_a_report_without_an_access_is_refused() -> None:
         read_sanitizer("memcheck", "========= ERROR SUMMARY: 0 errors")
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_a_neighbour_is_found_in_v_on_a_cpu_too_or_v_is_right() -> None:
     run = crash_run("x", CrashCase(neighbour=True), preset("tiny"), "cpu")
     assert run.outcome in ("V corrupted", "right", "killed")
@@ -191,7 +191,7 @@ def test_a_neighbour_is_found_in_v_on_a_cpu_too_or_v_is_right() -> None:
         assert run.rows_wrong == run.rows - 48
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_separate_pools_are_right_on_a_cpu() -> None:
     run = crash_run("x", CrashCase(layout="separate"), preset("tiny"), "cpu")
     assert (run.outcome, run.predicted, run.rows_wrong, run.clones) == ("right", "right", 0, [])

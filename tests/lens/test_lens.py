@@ -21,6 +21,8 @@ from omni_kv.lens.decisions import target_name
 from omni_kv.lens.fresh import original
 from omni_kv.lens.graph import overlap
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(autouse=True)
 def no_grad():

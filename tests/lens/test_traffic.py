@@ -9,6 +9,8 @@ import torch
 from omni_kv.lens.capture import capture
 from omni_kv.lens.traffic import traffic_of
 
+pytestmark = pytest.mark.compiles
+
 SLOTS, ROW, TOKENS = 32, 4 * 8, 4
 POOL, TOKEN_BYTES = SLOTS * ROW * 4, TOKENS * ROW * 4
 

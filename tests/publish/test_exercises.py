@@ -37,6 +37,7 @@ WORKED = [(path.stem, name, text) for path in NOTEBOOKS for name, text in asked(
 
 
 @pytest.mark.parametrize(("stem", "name", "text"), WORKED, ids=[name for _, name, _ in WORKED])
+@pytest.mark.compiles
 def test_each_worked_answer_passes_its_own_check(
     stem: str, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ from omni_kv.audits.findings import ops_of, summary_of
 from omni_kv.lens.capture import capture
 from omni_kv.publish.figures.graph import kernel_source, side_by_side, stage_lines, storage_bar
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(scope="module")
 def graphs():

@@ -148,6 +148,7 @@ def test_a_device_that_is_not_there_is_refused(write_notebook, monkeypatch, devi
         plan([path], [("device", device)])
 
 
+@pytest.mark.compiles
 def test_a_run_writes_every_executed_notebook_with_its_parameters(write_notebook, tmp_path) -> None:
     first = write_notebook("01", "print(seed + 1)", parameters="seed = 0")
     second = write_notebook("02", "print('two')")
@@ -160,6 +161,7 @@ def test_a_run_writes_every_executed_notebook_with_its_parameters(write_notebook
     assert sorted(path.name for path in out.iterdir()) == ["01.ipynb", "02.ipynb"]
 
 
+@pytest.mark.compiles
 def test_the_kernel_is_this_interpreter_and_works_in_the_notebooks_folder(
     write_notebook, tmp_path, monkeypatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_the_kernel_is_this_interpreter_and_works_in_the_notebooks_folder(
     assert printed(tmp_path / "out" / "01.ipynb") == f"{sys.executable} {path.parent}\n"
 
 
+@pytest.mark.compiles
 def test_a_failure_names_the_cell_and_ends_the_run(write_notebook, tmp_path) -> None:
     parameters = "seed = 0"
     bad = write_notebook("01", "x = 1", "# divide\nx / seed", "y = 2", parameters=parameters)
@@ -184,12 +187,14 @@ def test_a_failure_names_the_cell_and_ends_the_run(write_notebook, tmp_path) -> 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["01.ipynb"]
 
 
+@pytest.mark.compiles
 def test_keep_going_runs_the_rest_after_a_failure(write_notebook, tmp_path) -> None:
     jobs = plan([write_notebook("01", "1 / 0"), write_notebook("02")], [])
     done = nb.run(jobs, tmp_path / "out", keep_going=True)
     assert [bool(ran.failure) for ran in done] == [True, False]
 
 
+@pytest.mark.compiles
 def test_a_kernel_that_dies_is_a_failure_of_its_cell(write_notebook, tmp_path) -> None:
     path = write_notebook("01", "x = 1", "import os; os.kill(os.getpid(), 9)", "y = 2")
     (ran,) = nb.run(plan([path], []), tmp_path / "out")
@@ -205,6 +210,7 @@ def test_the_stored_notebooks_are_never_the_output_folder(write_notebook, notebo
     assert path.read_text() == before
 
 
+@pytest.mark.compiles
 def test_storing_fills_in_outputs_that_do_not_depend_on_the_machine(
     write_notebook, notebooks
 ) -> None:
@@ -222,6 +228,7 @@ def test_storing_fills_in_outputs_that_do_not_depend_on_the_machine(
     assert path.read_text() == text
 
 
+@pytest.mark.compiles
 def test_a_notebook_that_fails_is_not_stored(write_notebook) -> None:
     path = write_notebook("01", "1 / 0")
     before = path.read_text()

@@ -19,6 +19,7 @@ def touch(side, mapped, item):
 
 @pytest.mark.parametrize("side", ["after", "before"])
 @pytest.mark.parametrize("mapped", [0, 3])
+@pytest.mark.compiles
 def test_the_page_beyond_the_mapped_items_is_not_there(side, mapped):
     outcome = run_isolated(touch, side, mapped, mapped)
     assert outcome.describe() == "killed by SIGSEGV"

@@ -12,6 +12,8 @@ import torch
 
 from omni_kv.sandbox.process import run_all, run_dealt, run_isolated
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path, monkeypatch):

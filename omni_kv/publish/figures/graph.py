@@ -145,9 +145,14 @@ def _loop_around(lines: list[str], at: int) -> list[str]:
 
 def _without_casts(text: str) -> str:
     """C++ without ``static_cast<int64_t>(...)``: what stands in the parentheses stays."""
-    cast = re.compile(r"static_cast<int64_t>\(((?:[^()]|\([^()]*\))*)\)")
-    while cast.search(text):
-        text = cast.sub(r"\1", text)
+    before, cast, rest = text.partition("static_cast<int64_t>(")
+    if not cast:
+        return text
+    depth = 1
+    for end, character in enumerate(rest):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return before + _without_casts(rest[:end] + rest[end + 1 :])
     return text
 
 

@@ -6,17 +6,11 @@ Importing ``figures.pools`` in a notebook is enough: ``use_in_notebooks`` is cal
 from __future__ import annotations
 
 import io
-import itertools
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib import hatch
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.path import Path as Outline
-from matplotlib.patheffects import AbstractPathEffect
-from matplotlib.transforms import Affine2D, IdentityTransform, TransformedPath
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 
@@ -45,43 +39,8 @@ def alt_text(fig: Figure) -> str:
     return ". ".join(part for part in parts if part)
 
 
-class _Hatching(AbstractPathEffect):
-    """A patch's hatch as lines: in SVG it is a pattern, and Chromium prints patterns as bitmaps."""
-
-    def __init__(self, patch: Patch) -> None:
-        super().__init__()
-        self.hatch, self.color = patch.get_hatch(), patch.get_edgecolor()
-
-    def draw_path(
-        self, renderer: Any, gc: Any, tpath: Any, affine: Any, rgbFace: Any = None
-    ) -> None:
-        renderer.draw_path(gc, tpath, affine, rgbFace)
-        side = renderer.points_to_pixels(72.0)
-        (left, low), (right, high) = tpath.get_extents(affine).get_points() // side
-        tiles = itertools.product(range(int(left), int(right) + 1), range(int(low), int(high) + 1))
-        tile = hatch.get_path(self.hatch)
-        lines = Outline.make_compound_path(
-            *(tile.transformed(Affine2D().translate(*at).scale(side)) for at in tiles)
-        )
-        inner = renderer.new_gc()
-        inner.copy_properties(gc)
-        inner.set_clip_path(TransformedPath(tpath, affine))
-        inner.set_foreground(self.color)
-        inner.set_linewidth(renderer.points_to_pixels(plt.rcParams["hatch.linewidth"]))
-        renderer.draw_path(inner, lines, IdentityTransform(), self.color)
-        inner.restore()
-
-
-def _draw_hatches(fig: Figure) -> None:
-    for patch in fig.findobj(Patch):
-        if patch.get_hatch():  # type: ignore[attr-defined]
-            patch.set_path_effects([_Hatching(patch)])  # type: ignore[arg-type]
-            patch.set_hatch("")  # type: ignore[attr-defined]
-
-
 def svg(fig: Figure) -> str:
     """The figure as SVG, without a date, its alternative text as the picture's title."""
-    _draw_hatches(fig)
     buffer = io.StringIO()
     about = {"Date": None} | ({"Title": text} if (text := alt_text(fig)) else {})
     with plt.style.context(STYLE):  # it also says how ids are made and texts are written
@@ -91,7 +50,6 @@ def svg(fig: Figure) -> str:
 
 def save(fig: Figure, path: Path) -> Path:
     """Write a figure as PNG or SVG, by the file's name, the same bytes each time."""
-    _draw_hatches(fig)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
         path.write_text(svg(fig), encoding="utf-8")

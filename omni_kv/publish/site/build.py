@@ -53,7 +53,7 @@ def build_report(executed: Path, out: Path) -> Path:
         for builder, target in (("html", out / "html"), ("singlehtml", work / "paged")):
             stage(notebooks, work / builder, paged=builder == "singlehtml")
             _sphinx(work, builder, target)
-        told = write_pdf(work / "paged" / "index.html", out / PDF_NAME, _epoch())
+        told = write_pdf(work / "paged" / "index.html", out / PDF_NAME)
     print(told)
     return out / "html" / "index.html"
 
@@ -68,7 +68,7 @@ def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
     """
     from omni_kv.publish.figures.packages import write_packages
     from omni_kv.publish.figures.site import write_pictures
-    from omni_kv.publish.site.front_page import fill_in, front_page, paper_pages
+    from omni_kv.publish.site.front_page import fill_in
     from omni_kv.publish.site.pages import for_site, run_of
 
     leave_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
@@ -82,12 +82,7 @@ def stage(notebooks: list[Path], source: Path, *, paged: bool = False) -> None:
         for_site(path, run, source / "notebooks" / path.name, paged=paged)
     write_pictures(source / "pictures", ".svg")
     (source / "pictures" / PREVIEW_NAME).rename(source / "static" / PREVIEW_NAME)
-    pages = sorted(page.stem for page in source.glob("*.md"))
-    for page in pages:
-        fill_in(source / f"{page}.md", runs)
-    made = paper_pages(runs, pages) if paged else {"index": front_page(runs, pages)}
-    for name, text in made.items():
-        (source / f"{name}.md").write_text(text, encoding="utf-8")
+    fill_in(source, runs, paged=paged)
 
 
 def _sphinx(work: Path, builder: str, target: Path) -> None:

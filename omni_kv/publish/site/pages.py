@@ -58,6 +58,11 @@ class Run:
             return torch.cuda.get_device_name(device) if torch.cuda.is_available() else device
         return device
 
+    @property
+    def short_time(self) -> str:
+        """What the notebook says of its time, up to the first full stop."""
+        return re.split(r"[;.](?:\s|$)", self.time)[0]
+
 
 def run_of(path: Path) -> Run:
     """Read what an executed notebook says of itself and of its run."""
@@ -103,9 +108,6 @@ def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None
     nb = strip(nbformat.read(path, as_version=4))
     for cell in nb.cells:
         _texts_of_pictures(cell)
-        for output in cell.get("outputs", []):
-            if "text/html" in output.get("data", {}):
-                output.data["text/html"] = breakable(output.data["text/html"])
     at = next((i for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), -1) + 1
     # An id of its own would differ in every build.
     nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run, download=not paged), id="this-run"))
@@ -113,25 +115,13 @@ def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None
 
 
 def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
-    """Take a bitmap's alternative text from its plain form, which names what it shows."""
+    """Take a picture's alternative text from its plain form, which says what it shows."""
     for output in cell.get("outputs", []):
         data = output.get("data", {})
         text = data.get("text/plain", "")
-        if "image/png" in data and text and not text.startswith("<"):
+        pictured = "image/png" in data or "image/svg+xml" in data
+        if pictured and text and not text.startswith("<"):
             cell.metadata["mystnb"] = {"image": {"alt": " ".join(text.split())}}
-
-
-def breakable(html: str) -> str:
-    """Let long names in HTML break behind their underscores, points and slashes.
-
-    A table with such a name in it would be wider than a phone or a sheet of paper.
-    """
-    pieces = re.split(r"(<style.*?</style>|<[^>]*>)", html, flags=re.DOTALL)
-    for at in range(0, len(pieces), 2):
-        pieces[at] = re.sub(
-            r"\S{20,}", lambda name: re.sub(r"([_./:])(?=\w)", r"\1<wbr>", name[0]), pieces[at]
-        )
-    return "".join(pieces)
 
 
 def _box(run: Run, download: bool) -> str:

@@ -2,70 +2,81 @@
 
 from __future__ import annotations
 
-import re
-import time
+import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
+#: Names a browser that is not on the PATH.
+BROWSER_VARIABLE = "OMNI_KV_CHROMIUM"
+NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
+#: Nothing is asked of other hosts, and root may start it.
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
 INSTALL = (
     "no PDF: install Chromium (Debian: apt install chromium), or what WeasyPrint needs "
     "(pip install weasyprint; Debian: apt install libpango-1.0-0 libpangoft2-1.0-0)"
 )
 
 
-def write_pdf(page: Path, target: Path, epoch: int) -> str:
-    """Print a page to a PDF without dates of its own, so that the same page gives the same bytes.
+def find_chromium() -> str | None:
+    """The browser that ``OMNI_KV_CHROMIUM`` names, or the first one on the PATH."""
+    given = os.environ.get(BROWSER_VARIABLE)
+    if given is not None:
+        return shutil.which(given)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def write_pdf(page: Path, target: Path) -> str:
+    """Print a page, with an outline.
 
     Args:
         page: the HTML file.
         target: the PDF to write.
-        epoch: the date to put into it, as seconds.
 
     Returns:
         A line that says what was written and by what, or else what to install.
     """
-    for by, route in (("Chromium", _by_chromium), ("WeasyPrint", _by_weasyprint)):
-        content = route(page)
-        if content is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(numbered(dated(content, epoch)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for by, prints in (("Chromium", _by_chromium), ("WeasyPrint", _by_weasyprint)):
+        if prints(page, target):
             return f"{target}: printed by {by}"
     target.unlink(missing_ok=True)
     return INSTALL
 
 
-def _by_chromium(page: Path) -> bytes | None:
-    from omni_kv.publish.site.browser import Browser, find_chromium
+def _by_chromium(page: Path, target: Path) -> bool:
+    chromium = find_chromium()
+    if chromium is None:
+        return False
+    with tempfile.TemporaryDirectory(prefix="omni-kv-chromium-") as profile:
+        printed = Path(profile) / "printed.pdf"
+        command = [chromium, "--headless", *QUIET, f"--user-data-dir={profile}"]
+        # The time is virtual: it passes as fast as fonts and pictures are loaded.
+        command += ["--virtual-time-budget=60000", "--no-pdf-header-footer"]
+        command += ["--generate-pdf-document-outline", f"--print-to-pdf={printed}"]
+        subprocess.run(
+            [*command, page.resolve().as_uri()], capture_output=True, timeout=300, check=False
+        )
+        if printed.exists():
+            shutil.move(printed, target)
+            return True
+    return False
 
-    if find_chromium() is None:
-        return None
-    with Browser() as browser:
-        browser.open(page.resolve().as_uri())
-        return browser.print_pdf()
 
-
-def _by_weasyprint(page: Path) -> bytes | None:
+def _by_weasyprint(page: Path, target: Path) -> bool:
     try:
         import weasyprint
     except (ImportError, OSError):  # OSError: Pango is missing
-        return None
-    document = weasyprint.HTML(filename=str(page)).render()
-    return document.write_pdf(pdf_identifier=b"omni-kv-report-0")
-
-
-def dated(content: bytes, epoch: int) -> bytes:
-    """Replace a PDF's dates by ``epoch``, in as many bytes, since its offsets count them."""
-    stamp = time.strftime("%Y%m%d%H%M%S", time.gmtime(epoch)).encode()
-    return re.sub(
-        rb"(/(?:CreationDate|ModDate) ?\(D:)\d{14}", lambda found: found[1] + stamp, content
-    )
-
-
-def numbered(content: bytes) -> bytes:
-    """Number a tagged PDF's structure elements from 1, in as many bytes.
-
-    Chromium names them after the page's nodes, whose numbers begin where its start happened to end:
-    ``node00000817`` in one run is ``node00000815`` in the next. Their order is always the same.
-    """
-    names = sorted(set(re.findall(rb"node\d{8}", content)))
-    rank = {name: b"node%08d" % number for number, name in enumerate(names, 1)}
-    return re.sub(rb"node\d{8}", lambda found: rank[found[0]], content)
+        return False
+    weasyprint.HTML(filename=str(page)).write_pdf(target)
+    return True

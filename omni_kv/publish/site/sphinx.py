@@ -1,4 +1,4 @@
-"""What the site needs of Sphinx beyond its own: folded answers, alternative texts, glossary links.
+"""What the site needs of Sphinx beyond its own: formulas, boxes for figures, glossary links.
 
 Notebooks stay plain Markdown that way, and read well in JupyterLab too.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from docutils import nodes
 from sphinx import addnodes
@@ -36,28 +34,18 @@ UNLINKED = (
 )
 
 
-class AlternativeTexts(SphinxTransform):
-    """Give each picture of a notebook the text that it carries as its title, and a box."""
+class FigureBoxes(SphinxTransform):
+    """Put each picture into a box, which scrolls on a phone, and warn where one has no text."""
 
     default_priority = 400
 
     def apply(self, **kwargs: Any) -> None:
-        """Read the titles, and warn of a picture that has no text."""
+        """Look at every picture of the page."""
         for image in list(self.document.findall(nodes.image)):
             if not image.get("alt", "").strip():
-                image["alt"] = self._title(image["uri"])
-            if not image["alt"]:
                 logger.warning("a picture without alternative text", location=image)
             if not isinstance(image.parent, nodes.TextElement):
                 image.replace_self(nodes.container("", image.deepcopy(), classes=["figure-box"]))
-
-    def _title(self, uri: str) -> str:
-        here = Path(self.env.doc2path(self.env.docname)).parent
-        path = Path(self.env.srcdir, uri[1:]) if uri.startswith("/") else here / uri
-        if path.suffix != ".svg" or not path.is_file():
-            return ""
-        root = ElementTree.parse(path).getroot()
-        return root.findtext("{http://www.w3.org/2000/svg}title", "").strip()
 
 
 class GlossaryLinks(SphinxPostTransform):
@@ -129,20 +117,6 @@ def _section(node: nodes.Node) -> nodes.Node | None:
     return node
 
 
-class Fold(nodes.General, nodes.Element):
-    """A box that opens when its summary is clicked, without JavaScript."""
-
-
-def _open_fold(self: Any, node: Fold) -> None:
-    # Nothing can be clicked on paper: there it stands open.
-    state = " open" if self.builder.name == "singlehtml" else ""
-    self.body.append(f'<details class="fold"{state}><summary>{node["summary"]}</summary>\n')
-
-
-def _close_fold(self: Any, node: Fold) -> None:
-    self.body.append("</details>\n")
-
-
 def _inline_formula(self: Any, node: nodes.math) -> None:
     self.body.append(_mathml(node.astext(), "inline"))
     raise nodes.SkipNode
@@ -155,24 +129,9 @@ def _formula(self: Any, node: nodes.math_block) -> None:
 
 def _mathml(latex: str, display: str) -> str:
     """Formulas as MathML, which browsers draw themselves: MathJax would come from another host."""
-    from latex2mathml.converter import convert
+    from docutils.utils.math.latex2mathml import tex2mathml
 
-    return convert(latex.replace(r"\_", "_"), display=display)
-
-
-class FoldedAnswers(SphinxTransform):
-    """Turn admonitions of the class ``dropdown`` into folds."""
-
-    default_priority = 800
-
-    def apply(self, **kwargs: Any) -> None:
-        """Replace each; its title becomes what is clicked."""
-        for box in list(self.document.findall(nodes.admonition)):
-            title = box.next_node(nodes.title)
-            if "dropdown" not in box["classes"] or title is None:
-                continue
-            box.remove(title)
-            box.replace_self(Fold("", *box.children, summary=escape(title.astext())))
+    return tex2mathml(latex.replace(r"\_", "_"), as_block=display == "block")
 
 
 def _link_preview(
@@ -196,10 +155,8 @@ def _link_preview(
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register all of it with Sphinx."""
-    app.add_node(Fold, html=(_open_fold, _close_fold))
     app.add_html_math_renderer("mathml", (_inline_formula, None), (_formula, None))
-    app.add_transform(AlternativeTexts)
-    app.add_transform(FoldedAnswers)
+    app.add_transform(FigureBoxes)
     app.add_post_transform(GlossaryLinks)
     app.connect("html-page-context", _link_preview)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
