@@ -26,11 +26,14 @@ BLUE, ORANGE, GREEN, RED, PINK, SKY = (
 )
 LIGHT, DARK = "#EEEEEE", "#222222"
 
+#: What a figure shows has one colour in all of them.
+KEY, VALUE, CLONE, OUTSIDE = BLUE, SKY, ORANGE, RED
+
 #: Colour, hatch and meaning of each origin of a slot of V; hatches tell them apart in grey.
 ORIGINS: dict[Origin, tuple[str, str, str]] = {
-    "right": (SKY, "", "right"),
-    "neighbour": (RED, "///", "memory outside the pool"),
-    "keys": (ORANGE, "\\\\\\", "the same slot of K"),
+    "right": (VALUE, "", "right"),
+    "neighbour": (OUTSIDE, "///", "memory outside the pool"),
+    "keys": (KEY, "\\\\\\", "the same slot of K"),
     "other": (DARK, "", "something else"),
 }
 
@@ -45,8 +48,8 @@ def window_over_chunks(geometry: Geometry, chunks: int) -> Figure:
     used = geometry.visible_frames
     kinds = {
         "sink": (GREEN, "", "sink, never evicted"),
-        "window": (SKY, "", "window"),
-        "current": (ORANGE, "///", "the chunk being denoised"),
+        "window": ("#9BD5C0", "", "window"),
+        "current": (PINK, "///", "the chunk being denoised"),
         "empty": (LIGHT, "", "not written yet"),
     }
     with plt.style.context(STYLE):
