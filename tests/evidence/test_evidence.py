@@ -158,7 +158,8 @@ def test_rollout_figures_follow_from_the_samples() -> None:
         eager = statistics.median(steady[backend, "eager", "separate"])
         assert row["chunk, s"] == pytest.approx(median, abs=6e-4)
         assert row["RTF"] == pytest.approx(median / 0.75, abs=6e-3)
-        assert row["against eager"] == f"{eager / median:.2f}x"
+        wrong = (mode, layout) == ("compiled", "shared")
+        assert row["against eager"] == ("" if wrong else f"{eager / median:.2f}x")
         assert row["spread"] == f"{100 * (max(seconds) - min(seconds)) / median:.2f}%"
 
 

@@ -10,13 +10,16 @@ from omni_kv.evidence.cells import RolloutRun
 from omni_kv.evidence.records import Record
 from omni_kv.evidence.tables import parts_table, spread, steady
 from omni_kv.model.geometry import Geometry
-from omni_kv.publish.figures.pools import GREEN
+from omni_kv.publish.figures.pools import CLONE, GREEN, LIGHT, PINK, SKY
 from omni_kv.publish.figures.svg import STYLE, use_in_notebooks
 
 use_in_notebooks()
 
 #: Line style of each way of running; the colour says which attention.
 LINES = {"eager": ":", "compiled separate": "-"}
+
+#: Colours of a step's parts, in the order of ``evidence.tables.PARTS``: the clone has its own.
+PART_COLORS = (CLONE, "#F6CF7C", GREEN, "#888888", PINK, SKY, LIGHT)
 
 
 def latency_figure(record: Record, geometry: Geometry) -> Figure:
@@ -73,7 +76,7 @@ def parts_figure(record: Record) -> Figure:
                 row.tolist(),
                 left=left,
                 label=str(part),
-                color=f"C{number}",
+                color=PART_COLORS[number],
                 hatch=hatches[number],
                 edgecolor="white",
             )
