@@ -38,7 +38,7 @@ class Counted(torch.nn.Module):
         return self.linear(x) * scale
 
 
-@pytest.mark.slow
+@pytest.mark.compiles
 def test_plain_torch_compile_and_the_copy_agree() -> None:
     plain, ours = (run_isolated(run_keep, how) for how in ("plain", "ours"))
     assert plain.status == ours.status == "returned", (plain, ours)
