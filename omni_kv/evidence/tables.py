@@ -114,13 +114,15 @@ def rollout_table(record: Record, geometry: Geometry) -> pd.DataFrame:
             continue
         median = statistics.median(seconds)
         reference = steady(eager[run.backend], geometry)
+        results = _results(run)
+        gain = f"{statistics.median(reference) / median:.2f}x"
         rows[run.backend, _how(run)] = {
             "chunk, s": round(median, 3),
             "spread": f"{100 * spread(seconds):.2f}%",
             "RTF": round(median / geometry.chunk_seconds, 2),
-            "against eager": f"{statistics.median(reference) / median:.2f}x",
+            "against eager": "" if results == "WRONG" else gain,
             "peak memory, GiB": round(run.peak_bytes / 2**30, 1),
-            "results": _results(run),
+            "results": results,
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index = pd.MultiIndex.from_tuples(list(rows), names=["attention", "mode"])

@@ -134,7 +134,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
 
 
 def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Record]:
-    """What notebook 06 shows: on a CPU what was recorded, else what is measured now.
+    """What notebooks 06 and 07 show: on a CPU what was recorded, else what is measured now.
 
     The preset ``tiny`` is measured now on a CPU, too: it shows that the machinery works. What
     takes minutes (compute-sanitizer, the trials, the pieces) is always read from the record.
@@ -159,7 +159,7 @@ def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Re
     backend = choose_backend("auto", geometry, device)
     chunks = geometry.first_full_chunk + 3
     plan = Plan(geometry, device, (backend,), samples=3, chunks=chunks)
-    command = f"notebook 06_measure_the_fix, device={device}, preset={preset_name}"
+    command = f"notebooks 06 and 07, device={device}, preset={preset_name}"
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as temporary:
         out = Path(folder or temporary)
         record(plan, provenance(device, command), out, (*measured, "live"), _say)
