@@ -34,7 +34,7 @@ def cloned(keys, values):
     """Names of the arguments of which the compiled function hands a copy to the op."""
     torch.compiler.reset()
     torch.compile(step)(keys, values, torch.ones(COLS))
-    pointers = zip(("keys", "values"), received, (keys, values))
+    pointers = zip(("keys", "values"), received, (keys, values), strict=True)
     return [name for name, pointer, tensor in pointers if pointer != tensor.data_ptr()]
 
 
