@@ -5,11 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from omni_kv.upstream import diff
 from omni_kv.upstream.fixes import FIXES
