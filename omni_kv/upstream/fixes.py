@@ -55,6 +55,8 @@ FIXES["overlap-check"] = (
             """\
         def ends_before(a, b):
             # Known from the expressions alone: asking for it adds no guard.
+            from torch.fx.experimental.symbolic_shapes import statically_known_true
+
             reach = sum((n - 1) * s for n, s in zip(a.shape, a.stride()))
             return statically_known_true(a.storage_offset() + reach < b.storage_offset())
 
