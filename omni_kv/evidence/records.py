@@ -204,9 +204,14 @@ def read(path: Path) -> Record:
     try:
         return Record.model_validate(content)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise EvidenceError(f"{path}: {field}: {first['msg']}") from error
+        raise EvidenceError(f"{path}: {first_error(error)}") from error
+
+
+def first_error(error: pydantic.ValidationError, whole: str = "the whole file") -> str:
+    """Field and message of the first thing that is wrong; `whole` stands for no single field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or whole
+    return f"{field}: {first['msg']}"
 
 
 def write(record: Record, path: Path) -> None:

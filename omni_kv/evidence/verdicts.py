@@ -23,7 +23,14 @@ import pydantic
 from pydantic_core import to_jsonable_python
 
 from omni_kv.evidence.records import PACKAGE_PARENT as PACKAGE_PARENT
-from omni_kv.evidence.records import Provenance, data_dir, provenance, replacing, revision
+from omni_kv.evidence.records import (
+    Provenance,
+    data_dir,
+    first_error,
+    provenance,
+    replacing,
+    revision,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,9 +136,7 @@ def load(release: str) -> VerdictFile:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise VerdictFileError(f"{path}: not a readable JSON file: {error}") from error
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise VerdictFileError(f"{path}: {field}: {first['msg']}") from error
+        raise VerdictFileError(f"{path}: {first_error(error)}") from error
     if content.torch != release:
         raise VerdictFileError(f"{path}: torch: holds records of {content.torch}, not of {release}")
     return content
