@@ -77,6 +77,18 @@ class Cell:
         return "/".join((self.layout, self.call, self.cache, self.mode))
 
 
+def cell_of(key: str, device: str = "cpu") -> Cell:
+    """The cell of that key.
+
+    Raises:
+        ValueError: if it is no key of a cell.
+    """
+    parts = key.split("/")
+    if len(parts) != 4:
+        raise ValueError(f"a cell is LAYOUT/CALL/CACHE/MODE, not {key!r}")
+    return Cell(*parts, device=device)
+
+
 class Run(Strict):
     """How one run of the compiled function ended, held against eager.
 

@@ -12,10 +12,13 @@ import click
 from omni_kv.experiments.atlas.cells import LAYOUTS
 
 
-def _refuse(error: Exception) -> click.ClickException:
-    refusal = click.ClickException(" ".join(str(error).split()))
-    refusal.exit_code = 2
-    return refusal
+class _Refusal(click.ClickException):
+    """One line on stderr; nothing was written."""
+
+    exit_code = 2
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(" ".join(str(error).split()))
 
 
 @click.group(invoke_without_command=True)
@@ -72,7 +75,7 @@ def atlas(
             return
         skipped = run_releases(releases, job, typed, envs.expanduser(), keep, remove)
     except (AtlasError, ValueError) as error:
-        raise _refuse(error) from error
+        raise _Refusal(error) from error
     for release, why in skipped.items():
         click.echo(f"torch {release}: skipped: {why}", err=True)
     sys.exit(1 if skipped else 0)
@@ -88,7 +91,7 @@ def merge(shards: tuple[Path, ...], out: Path) -> None:
     try:
         records.write(records.merge([records.read(path) for path in shards]), out)
     except records.AtlasError as error:
-        raise _refuse(error) from error
+        raise _Refusal(error) from error
     click.echo(out)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from omni_kv.evidence.records import provenance
 from omni_kv.evidence.verdicts import torch_release
-from omni_kv.experiments.atlas.cells import LAYOUTS, Cell, CellResult, all_cells
+from omni_kv.experiments.atlas.cells import LAYOUTS, Cell, CellResult, all_cells, cell_of
 from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, read, record_path, write
 from omni_kv.experiments.atlas.run import run_cells
 
@@ -86,6 +86,20 @@ def run_here(job: Job, command: str) -> Path:
     write(_record(release, job, here, cells, done), path)
     part.unlink(missing_ok=True)
     return path
+
+
+def run_live(keys: Sequence[str], workers: int = 2) -> list[CellResult]:
+    """Run some cells with the torch of this interpreter, dealt out to child processes.
+
+    Args:
+        keys: their keys.
+        workers: how many children.
+    """
+    cells = [cell_of(key) for key in keys]
+    hands = [cells[first::workers] for first in range(workers) if cells[first::workers]]
+    with ThreadPoolExecutor(workers) as pool:
+        found = {result.cell: result for hand in pool.map(run_cells, hands) for result in hand}
+    return [found[key] for key in keys]
 
 
 def _record(

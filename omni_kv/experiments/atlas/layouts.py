@@ -106,7 +106,7 @@ def _write_list(
 
 @functools.cache
 def _op(name: str) -> Callable[..., torch.Tensor]:
-    body, mutates, schema = {
+    ops: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...], str]] = {
         "write_kv": (_write_kv, ("key_pool", "value_pool"), "Tensor(a!) {}, Tensor(b!) {}"),
         "write_vk": (_write_vk, ("value_pool", "key_pool"), "Tensor(a!) {}, Tensor(b!) {}"),
         "write_scaled": (
@@ -116,7 +116,8 @@ def _op(name: str) -> Callable[..., torch.Tensor]:
         ),
         "write_one": (_write_one, ("kv",), "Tensor(a!) {}"),
         "write_list": (_write_list, ("pools",), "Tensor(a!)[] {}"),
-    }[name]
+    }
+    body, mutates, schema = ops[name]
     # The schema is spelled out: inferring it from annotations differs between releases.
     op = torch.library.custom_op(
         f"omni_kv_atlas::{name}",

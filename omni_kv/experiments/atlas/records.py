@@ -11,6 +11,7 @@ import pydantic
 
 from omni_kv.evidence.cells import Strict
 from omni_kv.evidence.records import Provenance, data_dir, replacing
+from omni_kv.evidence.verdicts import VerdictChanged
 from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, CellResult
 
 
@@ -140,6 +141,36 @@ def label(result: CellResult) -> str:
     if result.outcome != "right":
         return result.outcome
     return {True: "right", False: "right, cloned", None: "right, copies not known"}[result.in_place]
+
+
+def differences(live: Iterable[CellResult], record: AtlasRecord) -> dict[str, tuple[str, str]]:
+    """Cells whose outcome is another one than recorded: by key, as recorded and as measured.
+
+    A cell that the record does not hold counts as ``not recorded``.
+    """
+    known = record.by_key()
+    pairs = {
+        result.cell: (
+            label(known[result.cell]) if result.cell in known else "not recorded",
+            label(result),
+        )
+        for result in live
+    }
+    return {cell: pair for cell, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def hold(live: Iterable[CellResult], record: AtlasRecord) -> str:
+    """Say that the cells are as recorded.
+
+    Raises:
+        VerdictChanged: if one is not; the message names every such cell with both outcomes.
+    """
+    live = list(live)
+    changed = differences(live, record)
+    if changed:
+        lines = [f"{cell}: recorded {was}, now {now}" for cell, (was, now) in changed.items()]
+        raise VerdictChanged(f"not as recorded for torch {record.release}: " + "; ".join(lines))
+    return f"{len(live)} cells: as recorded for torch {record.release}"
 
 
 def lookup_rows(kind: str = "cpu") -> list[Row]:

@@ -79,7 +79,7 @@ def _on_gpu(cell: Cell, timeout: float) -> CellResult:
     """Each memory in a child process; they share the cell's cache folder."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        here = {"timeout": timeout, "cache_dir": cache}
+        here: dict[str, Any] = {"timeout": timeout, "cache_dir": cache}
         if cell.cache != "fresh":
             run_isolated(_observe, _filler(cell), ("filled",), **here)
         filled = _ended(run_isolated(_observe, cell, ("filled",), **here))
@@ -102,7 +102,7 @@ def _observe_in(cache: str, cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
     return _observe(cell, memories)
 
 
-def _ended(seen: Outcome[_Seen], memory: Memory = "filled") -> _Seen:
+def _ended(seen: Outcome[Any], memory: Memory = "filled") -> _Seen:
     """What was seen, or that the process died."""
     if seen.value is not None:
         return seen.value
@@ -156,7 +156,6 @@ def _observe(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
 
     layout = layouts.layout_of(cell.layout)
     dynamic = {"static": False, "dynamic": True, "mark_static_address": False}.get(cell.call)
-    runs: dict[Memory, Run] = {}
     with torch.inference_mode() if cell.mode == "inference_mode" else torch.no_grad():
         compiled = torch.compile(layout.layer, dynamic=dynamic)
         if cell.call in ("second_pool", "second_tokens"):
@@ -164,15 +163,32 @@ def _observe(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
             refused = _raised(compiled, first.arguments)
             if refused is not None:
                 return _Seen({"filled": refused}, None, None, None)
-        # A fork of a process that has compiled for this call does not compile again.
-        last = memories[-1]
-        runs[last], in_place = _run(cell, layout, compiled, last)
-        for memory in memories[:-1]:
-            if classify(runs[last], None, None)[0] == "right":
-                guarded = run_forked(lambda m=memory: _run(cell, layout, compiled, m)[0])
-                runs[memory] = guarded.value or Run(ended=_short(guarded.describe()))
+        runs, in_place = run_in_memories(cell, layout, compiled, memories)
         moved, missing = _moved(cell, layout, dynamic)
     return _Seen(runs, in_place, moved, missing)
+
+
+def run_in_memories(
+    cell: Cell, layout: Any, compiled: Any, memories: tuple[Memory, ...]
+) -> tuple[dict[Memory, Run], bool | None]:
+    """Run in the last memory here; if that is right, in the others in forks, which may die.
+
+    A fork of a process that has compiled for this call does not compile again.
+
+    Args:
+        cell: what is run.
+        layout: its layout.
+        compiled: called as ``layout.layer`` is.
+        memories: where.
+    """
+    runs: dict[Memory, Run] = {}
+    runs[memories[-1]], in_place = _run(cell, layout, compiled, memories[-1])
+    right = classify(runs[memories[-1]], None, None)[0] == "right"
+    for memory in memories[:-1] if right else ():
+        guarded = run_forked(partial(_run, cell, layout, compiled, memory))
+        died = Run(ended=_short(guarded.describe()))
+        runs[memory] = guarded.value[0] if guarded.value else died
+    return runs, in_place
 
 
 def _sizes(cell: Cell) -> tuple[int, int]:
@@ -190,12 +206,12 @@ def _call(cell: Cell, layout: Any, memory: Memory, slots: int, tokens: int) -> _
     regions = []
     for number, shape in enumerate(layout.shapes(slots)):
         count = 4 * torch.Size(shape).numel()
-        room = {
+        rooms: dict[Memory, dict[str, Any]] = {
             "filled": {"before": count, "after": count},
             "after": {"guard": "after", "before": count},
             "before": {"guard": "before", "after": count},
-        }[memory]
-        region = map_region(shape, layout.dtype, device=cell.device, **room)
+        }
+        region = map_region(shape, layout.dtype, device=cell.device, **rooms[memory])
         if memory == "filled":  # values that occur nowhere else
             for sign, neighbour in ((-1, region.before), (1, region.after)):
                 floats = neighbour.view(torch.float32)
