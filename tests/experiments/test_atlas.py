@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
@@ -25,7 +26,7 @@ from omni_kv.experiments.atlas.cells import (
 from omni_kv.experiments.atlas.layouts import layout_of
 from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, hold, merge, read, write
 from omni_kv.experiments.atlas.run import run_cells, run_in_memories
-from omni_kv.sandbox.process import run_isolated
+from omni_kv.sandbox.process import run_forked, run_isolated
 
 FINE = Run(ended="returned", keys={"right": 64}, values={"right": 64})
 PROVENANCE = {
@@ -214,37 +215,41 @@ def faulty(fault):
     return call
 
 
+FAULTS = {
+    "none": "right",
+    "copies": "right",
+    "reads behind": "reads outside",
+    "reads in front": "reads outside",
+    "foreign": "foreign values",
+    "other pool": "other pool's values",
+    "dies": "crash",
+    "other": "wrong otherwise",
+    "output": "wrong otherwise",
+}
+
+
 def observed(fault):
+    return run_in_memories(
+        Cell("separate"), layout_of("separate"), faulty(fault), ("after", "before", "filled")
+    )
+
+
+def observe_each():
     import torch
 
     torch.set_num_threads(1)
-    layout = layout_of("separate")
-    return run_in_memories(Cell("separate"), layout, faulty(fault), ("after", "before", "filled"))
+    return {fault: run_forked(partial(observed, fault)) for fault in FAULTS}
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        ("none", "right"),
-        ("copies", "right"),
-        ("reads behind", "reads outside"),
-        ("reads in front", "reads outside"),
-        ("foreign", "foreign values"),
-        ("other pool", "other pool's values"),
-        ("dies", "crash"),
-        ("other", "wrong otherwise"),
-        ("output", "wrong otherwise"),
-    ],
-)
-def test_a_built_in_fault_is_classified_by_running_it(fault, expected):
-    child = run_isolated(observed, fault)
-    if fault == "dies":
-        assert classify(Run(ended=child.describe()), None, None)[0] == expected
-        return
-    runs, in_place = child.unwrap()
-    assert classify(runs["filled"], runs.get("after"), runs.get("before"))[0] == expected
-    assert in_place == (fault != "copies")
+def test_each_built_in_fault_is_classified_by_running_it():
+    children = run_isolated(observe_each).unwrap()
+    found, in_place = {}, {}
+    for fault, child in children.items():
+        runs, in_place[fault] = child.value or ({"filled": Run(ended=child.describe())}, None)
+        found[fault] = classify(runs["filled"], runs.get("after"), runs.get("before"))[0]
+    assert found == FAULTS
+    assert in_place == {fault: fault != "copies" for fault in FAULTS} | {"dies": None}
 
 
 @pytest.mark.compiles

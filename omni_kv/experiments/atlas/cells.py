@@ -86,7 +86,8 @@ def cell_of(key: str, device: str = "cpu") -> Cell:
     parts = key.split("/")
     if len(parts) != 4:
         raise ValueError(f"a cell is LAYOUT/CALL/CACHE/MODE, not {key!r}")
-    return Cell(*parts, device=device)
+    layout, call, cache, mode = parts
+    return Cell(layout, call, cache, mode, device)
 
 
 class Run(Strict):

@@ -95,6 +95,22 @@ def merge(shards: tuple[Path, ...], out: Path) -> None:
     click.echo(out)
 
 
+@atlas.command()
+@click.argument("record", type=click.Path(path_type=Path))
+def compare(record: Path) -> None:
+    """Print the cells of RECORD that differ from the newest release that comes with the project."""
+    from omni_kv.experiments.atlas import records
+
+    try:
+        new, known = records.read(record), records.records()
+        if not known:
+            raise records.AtlasError(f"nothing recorded in {records.atlas_dir()}")
+    except records.AtlasError as error:
+        raise _Refusal(error) from error
+    for cell, (was, now) in records.differences(new.cells, known[-1]).items():
+        click.echo(f"{cell}: {known[-1].release}: {was}; {new.release}: {now}")
+
+
 def _typed(layouts: tuple[str, ...], device: str, shard: str | None) -> list[str]:
     """The options that decide what is recorded, without paths."""
     words = [word for layout in layouts for word in ("--layout", layout)]

@@ -113,9 +113,12 @@ def _record(
 
 
 def _in_processes(batches: list[list[Cell]], job: Job) -> Iterator[list[CellResult]]:
-    with ThreadPoolExecutor(job.workers) as pool:
+    pool = ThreadPoolExecutor(job.workers)
+    try:
         for done in as_completed([pool.submit(run_cells, batch) for batch in batches]):
             yield done.result()
+    finally:  # after an interrupt, too: what has not begun does not begin
+        pool.shutdown(cancel_futures=True)
 
 
 def _through_dask(batches: list[list[Cell]], job: Job) -> Iterator[list[CellResult]]:
