@@ -1,8 +1,9 @@
 """Run cells: each in a process and with a cache folder of its own, in memory that is known.
 
 The compiled code runs three times: once with filled neighbours, once with an unmapped page behind
-each allocation, once with one in front. On a CPU the second and third run are forks of the first,
-before it ran; a GPU's context does not survive a fork, so there each is a child process.
+each allocation, once with one in front. On a CPU the second and third run are forks, which may die.
+A GPU's context does not survive a fork: there one process runs all three, and a run that leaves the
+device broken is the last.
 """
 
 from __future__ import annotations
@@ -76,19 +77,13 @@ def _fork_for_each(cells: list[Cell]) -> list[CellResult]:
 
 
 def _on_gpu(cell: Cell, timeout: float) -> CellResult:
-    """Each memory in a child process; they share the cell's cache folder."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        here: dict[str, Any] = {"timeout": timeout, "cache_dir": cache}
         if cell.cache != "fresh":
-            run_isolated(_observe, _filler(cell), ("filled",), **here)
-        filled = _ended(run_isolated(_observe, cell, ("filled",), **here))
-        runs = dict(filled.runs)
-        if classify(runs["filled"], None, None)[0] == "right":
-            for memory in ("after", "before"):
-                died = run_isolated(_observe, cell, (memory,), **here)
-                runs[memory] = _ended(died, memory).runs[memory]
-    return _result(cell, replace(filled, runs=runs), time.monotonic() - start)
+            run_isolated(_observe, _filler(cell), ("filled",), timeout=timeout, cache_dir=cache)
+        memories = ("after", "before", "filled")
+        seen = run_isolated(_observe, cell, memories, timeout=timeout, cache_dir=cache)
+    return _result(cell, _ended(seen), time.monotonic() - start)
 
 
 def _filler(cell: Cell) -> Cell:
@@ -102,12 +97,12 @@ def _observe_in(cache: str, cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
     return _observe(cell, memories)
 
 
-def _ended(seen: Outcome[Any], memory: Memory = "filled") -> _Seen:
+def _ended(seen: Outcome[Any]) -> _Seen:
     """What was seen, or that the process died."""
     if seen.value is not None:
         return seen.value
     run = Run(ended=_short(seen.describe()))
-    return _Seen({memory: run}, None, None, "the process ended before it could report")
+    return _Seen({"filled": run}, None, None, "the process ended before it could report")
 
 
 def _result(cell: Cell, seen: _Seen, seconds: float) -> CellResult:
@@ -171,7 +166,7 @@ def _observe(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
 def run_in_memories(
     cell: Cell, layout: Any, compiled: Any, memories: tuple[Memory, ...]
 ) -> tuple[dict[Memory, Run], bool | None]:
-    """Run in the last memory here; if that is right, in the others in forks, which may die.
+    """Run in the last memory here; if that is right, in the others, on a CPU in forks.
 
     A fork of a process that has compiled for this call does not compile again.
 
@@ -185,6 +180,11 @@ def run_in_memories(
     runs[memories[-1]], in_place = _run(cell, layout, compiled, memories[-1])
     right = classify(runs[memories[-1]], None, None)[0] == "right"
     for memory in memories[:-1] if right else ():
+        if cell.device != "cpu":
+            runs[memory], _ = _run(cell, layout, compiled, memory)
+            if runs[memory].ended != "returned":
+                break
+            continue
         guarded = run_forked(partial(_run, cell, layout, compiled, memory))
         died = Run(ended=_short(guarded.describe()))
         runs[memory] = guarded.value[0] if guarded.value else died
@@ -247,6 +247,8 @@ def _raising(error: Exception) -> Run:
     frames = traceback.extract_tb(error.__traceback__)
     compiling = any(frame.filename.endswith("_dynamo/convert_frame.py") for frame in frames)
     first = _short(str(error))
+    if first.startswith("CUDA error"):  # the device is broken: as if the process had died
+        return Run(ended=f"killed by {first}")
     return Run(ended=f"raised {type(error).__name__}: {first}", compiling=compiling)
 
 
