@@ -25,7 +25,7 @@ from omni_kv.experiments.atlas.cells import (
 )
 from omni_kv.experiments.atlas.layouts import layout_of
 from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, hold, merge, read, write
-from omni_kv.experiments.atlas.run import run_cells, run_in_memories
+from omni_kv.experiments.atlas.run import _raising, run_cells, run_in_memories
 from omni_kv.sandbox.process import run_forked, run_isolated
 
 FINE = Run(ended="returned", keys={"right": 64}, values={"right": 64})
@@ -76,6 +76,15 @@ def result(cell: str, outcome: str = "right") -> CellResult:
 )
 def test_each_observation_has_its_class(filled, after, before, expected):
     assert classify(filled, after, before)[0] == expected
+
+
+def test_an_exception_of_the_compiler_is_a_refusal_and_one_of_the_code_is_not():
+    import torch._dynamo.exc
+
+    refused = _raising(torch._dynamo.exc.Unsupported("a graph break"))
+    assert classify(refused, None, None)[0] == "refuses to compile"
+    assert classify(_raising(RuntimeError("no")), None, None)[0] == "wrong otherwise"
+    assert classify(_raising(RuntimeError("CUDA error: x")), None, None)[0] == "crash"
 
 
 def test_foreign_keys_count_like_foreign_values():

@@ -245,8 +245,12 @@ def _raised(compiled: Any, arguments: tuple[Any, ...]) -> Run | None:
 
 def _raising(error: Exception) -> Run:
     frames = traceback.extract_tb(error.__traceback__)
-    compiling = any(frame.filename.endswith("_dynamo/convert_frame.py") for frame in frames)
-    first = _short(str(error))
+    # Dynamo takes its own frames out of the traceback: then the exception's class tells.
+    compiling = type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or any(
+        frame.filename.endswith("_dynamo/convert_frame.py") for frame in frames
+    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[:2])[:200]
     if first.startswith("CUDA error"):  # the device is broken: as if the process had died
         return Run(ended=f"killed by {first}")
     return Run(ended=f"raised {type(error).__name__}: {first}", compiling=compiling)
