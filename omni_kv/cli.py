@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from omni_kv import __version__
+from omni_kv.experiments.atlas.command import atlas
 
 if TYPE_CHECKING:
     from omni_kv.publish.notebooks import Ran
@@ -310,6 +311,9 @@ def bench_pieces(preset: str, device: str, backends: tuple[str, ...], samples: i
         from omni_kv.experiments.gpu.bench import bench_command
 
         click.echo(bench_command(preset, device, backends, samples))
+
+
+main.add_command(atlas)
 
 
 def _report(done: list[Ran], *, of: int, show_path: bool = True) -> None:
