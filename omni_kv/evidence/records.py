@@ -33,6 +33,7 @@ from omni_kv.evidence.cells import (
     RolloutRun,
     SanitizerRun,
     Strict,
+    TestCounts,
     Timing,
 )
 from omni_kv.evidence.paths import project_dir, to_write
@@ -99,7 +100,15 @@ class Provenance(Strict):
 
 
 Cell = Annotated[
-    CrashRun | GuardedRun | SanitizerRun | Clones | Timing | Profile | Agreement | RolloutRun,
+    CrashRun
+    | GuardedRun
+    | SanitizerRun
+    | Clones
+    | TestCounts
+    | Timing
+    | Profile
+    | Agreement
+    | RolloutRun,
     pydantic.Field(discriminator="kind"),
 ]
 C = TypeVar("C", bound=Strict)

@@ -301,12 +301,16 @@ def _share_precompiled_headers(tmp: Path) -> None:
     torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
     no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    headers = home / "omni-kv" / "precompiled_headers"
-    headers.mkdir(parents=True, exist_ok=True)
-    default_cache = tmp / f"torchinductor_{getpass.getuser()}"
-    default_cache.mkdir()
-    (default_cache / "precompiled_headers").symlink_to(headers)
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        headers = home / "omni-kv" / "precompiled_headers"
+        headers.mkdir(parents=True, exist_ok=True)
+        default_cache = tmp / f"torchinductor_{getpass.getuser()}"
+        default_cache.mkdir()
+        (default_cache / "precompiled_headers").symlink_to(headers)
+    except (OSError, KeyError, RuntimeError):
+        # A home that cannot be written, or a user without an entry: the child is slower.
+        return
 
 
 def _child(folder: Path, parent: int) -> None:

@@ -38,6 +38,7 @@ from omni_kv.experiments.gpu import trials as gpu_trials
 from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
+from omni_kv.experiments.gpu.pytorch_tests import compare_tests, test_files
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
 from omni_kv.model.attention import BackendError, choose_backend
@@ -104,6 +105,9 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         Unit(f"{label}, {repeat}", functools.partial(_guarded, plan, label, repeat))
         for repeat in range(REPEATS)
         for label in guarded_cases(plan.device)
+    ]
+    found["pytorch-tests"] = [
+        Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
     ]
     if plan.device != "cpu":
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
@@ -195,7 +199,8 @@ def record_command(
     origin = provenance(device, f"omni-kv record --preset {preset_name}")
     plan = Plan(geometry, device, _backends(geometry, device))
     folder = out or data_dir() / "evidence" / folder_name(origin)
-    wanted = names or [name for name in experiments(plan) if name != "live"]
+    # Without test files there is nothing to record of them.
+    wanted = names or [n for n, units in experiments(plan).items() if units and n != "live"]
     record(plan, origin, folder, wanted, say)
     return [name for name in wanted if not (folder / f"{name}.json").exists()]
 
@@ -337,6 +342,10 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
+
+
+def _pytorch_tests(path: Path) -> list[Strict]:
+    return [compare_tests(path, "overlap_check")]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:
