@@ -26,7 +26,8 @@ def conclude(report: AuditReport) -> None:
 def _findings(report: AuditReport) -> list[str]:
     found = [text for shapes in report.shapes for text in _of_shapes(shapes)]
     found += [text for comparison in report.comparisons for text in _of_comparison(comparison)]
-    problems = [shapes for shapes in report.shapes if shapes.problem]
+    told = {c.label for c in report.comparisons if c.eager_works}
+    problems = [s for s in report.shapes if s.problem and s.label not in told]
     if len(problems) < len(report.shapes):
         # Some of it compiles: what does not is a finding about the rest.
         found += [f"{shapes.label}: {shapes.problem}" for shapes in problems]
