@@ -32,9 +32,7 @@ def guarded():
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for guard in (start, start + 2 * HALF):  # 0 is PROT_NONE
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), HALF, 0) == 0
-    return torch.frombuffer(memory, dtype=torch.float32, offset=HALF, count=HALF // 4).view(
-        ROWS, -1
-    )
+    return torch.frombuffer(memory, dtype=torch.float, offset=HALF, count=HALF // 4).view(ROWS, -1)
 
 
 def run(cache, first):
