@@ -24,7 +24,15 @@ from omni_kv.experiments.atlas.cells import (
     classify,
 )
 from omni_kv.experiments.atlas.layouts import layout_of
-from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, hold, merge, read, write
+from omni_kv.experiments.atlas.records import (
+    AtlasError,
+    AtlasRecord,
+    always_in_place,
+    hold,
+    merge,
+    read,
+    write,
+)
 from omni_kv.experiments.atlas.run import _raising, run_cells, run_in_memories
 from omni_kv.sandbox.process import run_forked, run_isolated
 
@@ -125,6 +133,13 @@ def test_a_live_cell_that_is_not_as_recorded_is_loud():
         hold([result(cell, "crash")], record_of(result(cell)))
     with pytest.raises(VerdictChanged, match="recorded not recorded"):
         hold([result(cell)], record_of())
+
+
+def test_a_layout_with_a_cell_missing_or_wrong_is_not_in_place_everywhere():
+    cells = [result(cell.key) for cell in all_cells(["separate"])]
+    assert always_in_place([record_of(*cells)]) == ["separate"]
+    assert always_in_place([record_of(*cells[1:])]) == []
+    assert always_in_place([record_of(*cells[1:], result(cells[0].cell, "crash"))]) == []
 
 
 def test_shards_deal_out_every_layout_once():

@@ -12,7 +12,7 @@ import pydantic
 from omni_kv.evidence.cells import Strict
 from omni_kv.evidence.records import Provenance, data_dir, replacing
 from omni_kv.evidence.verdicts import VerdictChanged
-from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, CellResult
+from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, CellResult, all_cells
 
 
 class AtlasError(ValueError):
@@ -199,12 +199,15 @@ def newest_release_outcomes(kind: str = "cpu") -> dict[str, dict[str, str]]:
 
 
 def always_in_place(known: Iterable[AtlasRecord]) -> list[str]:
-    """Layouts that are right and in place in every cell of the given records."""
-    good = dict.fromkeys(LAYOUTS, True)
-    for record in known:
-        for result in record.cells:
-            good[result.cell.split("/")[0]] &= result.outcome == "right" and bool(result.in_place)
-    return [layout for layout, every in good.items() if every]
+    """Layouts that are right and in place in every cell, all of them recorded by each record."""
+    found = [record.by_key() for record in known]
+
+    def good(layout: str) -> bool:
+        keys = [cell.key for cell in all_cells([layout])]
+        results = [cells.get(key) for cells in found for key in keys]
+        return all(r is not None and r.outcome == "right" and bool(r.in_place) for r in results)
+
+    return [layout for layout in LAYOUTS if found and good(layout)]
 
 
 def _row(release: str, result: CellResult) -> Row:

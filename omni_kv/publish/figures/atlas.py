@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -55,7 +56,7 @@ def atlas_map(records: Sequence[AtlasRecord], calls: Sequence[str] = tuple(CALLS
                 xticklabels=[record.release for record in records],
                 yticklabels=list(LAYOUTS.values()),
             )
-            ax.set_title(CALLS[call], fontsize=8)
+            ax.set_title(textwrap.fill(CALLS[call], 20), fontsize=8)
             ax.tick_params(axis="x", rotation=90, labelsize=7)
             ax.tick_params(axis="y", labelsize=7)
         handles = [
