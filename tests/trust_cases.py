@@ -182,3 +182,28 @@ class Locked(torch.nn.Module):
     def forward(self, pool, x):
         pool.add_(x)
         return x * 2
+
+
+def returns_itself(x):
+    """Eager returns its argument, compiled a copy."""
+    return x * 1.0 if torch.compiler.is_compiling() else x
+
+
+def returns_itself_right(x):
+    x.add_(1)
+    return x, x[2:], x.view(torch.int32)
+
+
+def returns_less(x):
+    """Compiled leaves a result out."""
+    return (x + 1,) if torch.compiler.is_compiling() else (x + 1, x + 2)
+
+
+def returns_less_right(x):
+    return x + 1, x + 2
+
+
+def strides(x):
+    """Equal values in another order of memory: no fault by itself."""
+    y = x.view(2, 4) * 2
+    return y.t().contiguous().t() if torch.compiler.is_compiling() else y

@@ -10,10 +10,8 @@ filled with values that are recognised when they turn up in a result.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +21,9 @@ from torch.utils import _pytree as pytree
 from omni_kv.audits.differences import bits_of, difference_of
 from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
+from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
 from omni_kv.lens.fresh import recompilable
-from omni_kv.lens.graph import input_name, parameter_names
+from omni_kv.lens.graph import input_name
 from omni_kv.sandbox.process import graph_caches_off, run_forked
 from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
 
@@ -71,12 +70,29 @@ class _Backend:
                 self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
                 raise _Hold
             laid, write_back = lay(inputs, self.memory)
-            # A result may lie in the laid memory; a copy of it is enough to compare.
-            results = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, compiled(*laid))
+            results = compiled(*laid)
             write_back()
-            return results
+            back = partial(_back, inputs=inputs, laid=laid)
+            return pytree.tree_map_only(torch.Tensor, back, results)
 
         return call
+
+
+def _back(result: torch.Tensor, inputs: Sequence[Any], laid: Sequence[Any]) -> torch.Tensor:
+    """A result that lies in laid memory, as the same part of what was given."""
+    pairs = [
+        (given, copy)
+        for given, copy in zip(inputs, laid, strict=True)
+        if isinstance(copy, torch.Tensor) and copy is not given
+    ]
+    for given, copy in pairs:
+        if result is copy:
+            return given
+    for given, copy in pairs:
+        if result.untyped_storage()._cdata == copy.untyped_storage()._cdata:
+            view = given if result.dtype == given.dtype else given.view(result.dtype)
+            return view.as_strided(result.shape, result.stride(), result.storage_offset())
+    return result
 
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
@@ -158,7 +174,7 @@ class _Call:
         self._look()
         status, expected = self._eagerly()
         note = ""
-        if expected is not None and (blank := _blank(self.named, expected)):
+        if expected is not None and (blank := _blank(self.named, expected.values)):
             status, expected, note = self._filled(blank, status, expected)
         if expected is None:
             return self._eager_raised(compiled, status)
@@ -167,49 +183,51 @@ class _Call:
             self.backend.memory = memory
             how, got = _fork(partial(self._call, compiled))
             runs.append(_judge(memory, how, self.before, expected, got))
+            if got is not None:
+                note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
             how = "it draws random numbers: what differs cannot be told from the draw"
             comparison = Comparison(label="", result="not run", how=how, runs=runs)
-        changed = [name for name in expected if not name.startswith("output")]
+        changed = [name for name in expected.values if name not in expected.places]
         return comparison.model_copy(update={"changed": changed, "note": note})
 
     def _look(self) -> None:
         """Name the tensors that the call can change, and keep their values."""
         self.named = {
-            **_state(self.fn),
+            **state_of(self.fn),
             **self.backend.inputs,
-            **_named_tensors(self.fn, self.args, self.kwargs),
+            **named_tensors(self.fn, self.args, self.kwargs),
         }
         self._remember()
 
     def _remember(self) -> None:
         self.before = {name: tensor.detach().clone() for name, tensor in self.named.items()}
 
-    def _eagerly(self, seed: int = 0) -> tuple[str, dict[str, torch.Tensor] | None]:
+    def _eagerly(self, seed: int = 0) -> tuple[str, Seen | None]:
         """Call without the compiler, also where a part of the callable was compiled before."""
 
-        def work() -> dict[str, torch.Tensor]:
+        def work() -> Seen:
             with torch.compiler.set_stance("force_eager"):
                 return self._call(self.fn, seed)
 
         return _fork(work)
 
-    def _call(self, fn: Callable[..., Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    def _call(self, fn: Callable[..., Any], seed: int = 0) -> Seen:
         torch.manual_seed(seed)
-        return _changed(fn(*self.args, **self.kwargs), self.named, self.before)
+        return seen_of(fn(*self.args, **self.kwargs), self.named, self.before)
 
-    def _draws(self, expected: dict[str, torch.Tensor]) -> bool:
+    def _draws(self, expected: Seen) -> bool:
         """Whether the eager call depends on the state of the random generator."""
         _, other = self._eagerly(seed=1)
         return other is not None and any(
-            name not in other or not torch.equal(bits_of(value), bits_of(other[name]))
-            for name, value in expected.items()
+            name not in other.values or not torch.equal(bits_of(value), bits_of(other.values[name]))
+            for name, value in expected.values.items()
         )
 
     def _filled(
-        self, blank: list[str], status: str, expected: dict[str, torch.Tensor]
-    ) -> tuple[str, dict[str, torch.Tensor] | None, str]:
+        self, blank: list[str], status: str, expected: Seen
+    ) -> tuple[str, Seen | None, str]:
         """Fill pools that hold one value all over: foreign values could not be told from theirs.
 
         What was given stays where the callable does not take random numbers.
@@ -262,83 +280,9 @@ def _comparison(runs: list[Run]) -> Comparison:
     return Comparison(label="", result=worst, how=how, runs=runs)
 
 
-def _named_tensors(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments and the module's buffers, by the caller's names."""
-    named: dict[str, torch.Tensor] = {}
-    names = parameter_names(fn)
-    for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
-        place = getattr(path[1], "idx", None)
-        if place is None:
-            name = str(getattr(path[1], "key", path[1]))
-        else:
-            name = names[place] if place < len(names) else f"args[{place}]"
-        named.update(tensors_in(leaf, name + pytree.keystr(path[2:])))
-    if isinstance(fn, torch.nn.Module):
-        named.update({f"fn.{name}": buffer for name, buffer in fn.named_buffers()})
-    return named
-
-
-def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """Tensors that the callable reaches by name: attributes, closure and globals."""
-    found: dict[str, torch.Tensor] = {}
-    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
-    for module in owner.modules() if isinstance(owner, torch.nn.Module) else [owner]:
-        for name, value in vars(module).items() if hasattr(module, "__dict__") else ():
-            if not name.startswith("_"):
-                found.update(tensors_in(value, f"self.{name}"))
-    function = getattr(fn, "forward", fn) if isinstance(fn, torch.nn.Module) else fn
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(function):
-        reached = inspect.getclosurevars(function)
-        for name, value in {**reached.globals, **reached.nonlocals}.items():
-            found.update(tensors_in(value, name))
-    return found
-
-
-def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]:
-    """The tensors in a value, by where they are: in containers, dataclasses and plain objects.
-
-    Args:
-        value: anything.
-        name: what to call it.
-        depth: how many objects deep to look.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-        here = name + pytree.keystr(path)
-        if isinstance(leaf, torch.Tensor):
-            found[here] = leaf
-        elif depth and _is_plain(leaf):
-            for attribute, inner in vars(leaf).items():
-                found.update(tensors_in(inner, f"{here}.{attribute}", depth - 1))
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is an object whose attributes are data."""
-    code = (type, torch.nn.Module, torch.dtype, torch.Generator)
-    if isinstance(value, code) or callable(value) or inspect.ismodule(value):
-        return False
-    return dataclasses.is_dataclass(value) or hasattr(value, "__dict__")
-
-
-def _changed(
-    out: Any, named: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The outputs of a call, and the named tensors that it changed."""
-    results = tensors_in(out, "output")
-    seen = {name: leaf.detach().clone() for name, leaf in results.items()}
-    for name, tensor in named.items():
-        if not torch.equal(bits_of(tensor.detach()), bits_of(before[name])):
-            seen[name] = tensor.detach().clone()
-    return seen
-
-
 def _fork(
-    work: Callable[[], dict[str, torch.Tensor]],
-) -> tuple[str, dict[str, torch.Tensor] | None]:
+    work: Callable[[], Seen],
+) -> tuple[str, Seen | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
     outcome = run_forked(work)
     how = "" if outcome.status == "returned" else first_line(outcome.error or "")
@@ -349,8 +293,8 @@ def _judge(
     memory: Memory,
     status: str,
     before: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-    got: dict[str, torch.Tensor] | None,
+    expected: Seen,
+    got: Seen | None,
 ) -> Run:
     if got is None and status == "SIGKILL":
         # The kernel takes a process that way when memory runs out; a wrong read never ends so.
@@ -359,14 +303,16 @@ def _judge(
     if got is None:
         crashed = status.startswith("SIG")
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
-    after = {**before, **expected}
-    seen = {**before, **got}
+    after = {**before, **expected.values}
+    seen = {**before, **got.values}
     # What neither call touched is equal, and there may be much of it.
-    touched = [name for name in after if name in expected or name in got]
+    touched = [name for name in after if name in expected.values or name in got.values]
     differences = [
         difference_of(name, after[name], seen[name], before, after)
         for name in touched
         if name in seen
     ]
     found = [difference for difference in differences if difference is not None]
-    return Run(memory=memory, result="differs" if found else "same", differences=found)
+    apart = expected.apart(got)
+    result: Result = "differs" if found or apart else "same"
+    return Run(memory=memory, result=result, how="; ".join(apart), differences=found)

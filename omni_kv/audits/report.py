@@ -252,8 +252,8 @@ class AuditReport(BaseModel):
 
 
 NOT_COMPARED = (
-    "not compared: strides of results, whether they share memory with arguments, values inside "
-    "objects that are no data, runs with several threads and vector code"
+    "not compared: whether results share memory with each other, values inside objects that are no "
+    "data, runs with several threads and vector code"
 )
 
 

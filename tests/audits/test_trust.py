@@ -31,6 +31,11 @@ CALLS = {
     "tiny values, right": Call(cases.tiny_values_right, cases.make_tiny_values()[1]),
     "dataclass": Call(cases.in_a_dataclass, (x8,)),
     "dataclass, right": Call(cases.in_a_dataclass_right, (x8,)),
+    "result is an argument": Call(cases.returns_itself, (x8.clone(),)),
+    "result is an argument, right": Call(cases.returns_itself_right, (x8.clone(),)),
+    "missing result": Call(cases.returns_less, (x8,)),
+    "missing result, right": Call(cases.returns_less_right, (x8,)),
+    "strides": Call(cases.strides, (x8,)),
     "global": Call(cases.in_a_global, (x8,)),
     "global, right": Call(cases.in_a_global_right, (x8,)),
     "partly compiled": Call(cases.partly_compiled, (x8,)),
@@ -65,11 +70,24 @@ def test_the_callers_own_program_is_compiled(reports) -> None:
     assert reports["keep"].comparison("static").result == ("same" if right else "differs")
 
 
-@pytest.mark.parametrize("kind", ["tiny values", "dataclass", "global"])
+WITH_TWIN = ["tiny values", "dataclass", "global", "result is an argument", "missing result"]
+
+
+@pytest.mark.parametrize("kind", WITH_TWIN)
 def test_what_differs_is_found_and_its_twin_is_not_blamed(reports, kind) -> None:
     assert reports[kind].verdict == "findings"
     assert reports[kind].comparison("static").result == "differs"
     assert reports[f"{kind}, right"].comparison("static").result == "same"
+
+
+def test_where_a_result_lies_is_said(reports) -> None:
+    finding = " ".join(reports["result is an argument"].findings)
+    assert "is x itself in eager, and has memory of its own in compiled" in finding
+
+
+def test_strides_are_said_and_are_no_finding(reports) -> None:
+    assert "strides (4, 1) in eager, and (1, 2) in compiled" in str(reports["strides"])
+    assert reports["strides"].verdict == "clean"
 
 
 def test_the_reference_is_eager_where_a_part_was_compiled_before(reports) -> None:
