@@ -63,7 +63,8 @@ class Outcome(Generic[T]):
         if self.status == "killed":
             return f"killed by {self.signal}"
         if self.status == "raised":
-            return f"raised {self.error}"
+            # A CUDA error goes on over several lines, with advice.
+            return f"raised {(self.error or '').partition(chr(10))[0]}"
         return self.status
 
     def frames(self) -> list[str]:

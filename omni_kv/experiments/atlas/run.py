@@ -52,7 +52,9 @@ def run_cells(cells: Sequence[Cell], timeout: float = 300.0) -> list[CellResult]
     """
     if cells[0].device != "cpu":
         return [_on_gpu(cell, timeout) for cell in cells]
-    together = run_isolated(_fork_for_each, list(cells), timeout=timeout * len(cells))
+    # A fork cannot use a GPU, and Inductor asks whether there is one.
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    together = run_isolated(_fork_for_each, list(cells), timeout=timeout * len(cells), env=no_gpu)
     if together.value is not None:
         return together.value
     if len(cells) > 1:

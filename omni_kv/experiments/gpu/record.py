@@ -152,7 +152,7 @@ def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Re
         EvidenceError: if something was never recorded, or with another preset.
         RuntimeError: if a measurement failed.
     """
-    recorded = ("sanitizer", "segments-alone", "trials", "bench")
+    recorded = ("sanitizer", "segments-alone", "trials", "bench", "guarded", "overlap-check")
     measured = ("crash", "segments", "stale-cache")
     if device == "cpu" and preset_name != "tiny":
         return {
