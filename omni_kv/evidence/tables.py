@@ -322,7 +322,7 @@ def guarded_outcomes(record: Record) -> dict[str, list[str]]:
 def overlap_check_table(record: Record) -> pd.DataFrame:
     """One step with the overlap check, over shared halves and over separate pools."""
     errors = {n: _number(a.relative_error) for n, a in record.of(Agreement).items()}
-    rows = {
+    rows: dict[str, dict[str, float | None]] = {
         name.partition("/")[2]: {
             "median ms": round(statistics.median(timing.seconds) * 1e3, 1),
             "fastest ms": round(min(timing.seconds) * 1e3, 1),
