@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -65,6 +64,35 @@ def _one_line(*also: type[Exception]) -> Iterator[None]:
         raise Refusal(" ".join(str(error).split())) from error
 
 
+@contextlib.contextmanager
+def _environment(**variables: str | None) -> Iterator[None]:
+    """Set environment variables, for the notebooks' kernels too; those that are None stay."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _records_of(device: str | None) -> Iterator[None]:
+    """Read GPU records of this device, if one is named, here and in the notebooks.
+
+    Raises:
+        EvidenceError: if there are no records of it.
+    """
+    from omni_kv.evidence.records import DEVICE_VARIABLE, chosen_device
+
+    with _environment(**{DEVICE_VARIABLE: device}):
+        chosen_device()
+        yield
+
+
 parameter_option = click.option(
     "-p",
     "--parameter",
@@ -73,6 +101,11 @@ parameter_option = click.option(
     multiple=True,
     metavar="NAME VALUE",
     help="Set a notebook parameter; repeatable. Each notebook gets those that it has.",
+)
+device_record_option = click.option(
+    "--device-record",
+    metavar="NAME",
+    help="Folder of data/evidence that GPU records are read from; data/evidence/default names it.",
 )
 notebooks_argument = click.argument("notebooks", nargs=-1, metavar="[NOTEBOOK]...")
 
@@ -98,19 +131,21 @@ def main() -> None:
     help="Folder for the executed notebooks.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on with the next notebook after one failed.")
+@device_record_option
 def run(
     notebooks: tuple[str, ...],
     parameters: tuple[tuple[str, str], ...],
     all_in_order: bool,
     out: Path,
     keep_going: bool,
+    device_record: str | None,
 ) -> None:
     """Execute notebooks with papermill, in order.
 
     Exit code 0: all ran. 1: one failed; the last lines say which cell. 2: what was asked for cannot
     be run; nothing was written.
     """
-    with _one_line():
+    with _one_line(), _records_of(device_record):
         from omni_kv.publish import notebooks as nb
         from omni_kv.publish.parameters import Refused, plan
 
@@ -144,30 +179,27 @@ def verdicts() -> None:
 @verdicts.command()
 @notebooks_argument
 @parameter_option
-def record(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...]) -> None:
+@device_record_option
+def record(
+    notebooks: tuple[str, ...],
+    parameters: tuple[tuple[str, str], ...],
+    device_record: str | None,
+) -> None:
     """Run notebooks and record their outcomes for the installed torch release.
 
     Outcomes that did not change keep their entry.
     """
-    with _one_line(), tempfile.TemporaryDirectory() as folder:
+    with _one_line(), _records_of(device_record), tempfile.TemporaryDirectory() as folder:
         from omni_kv.evidence import verdicts as v
         from omni_kv.evidence.paths import to_write
-        from omni_kv.evidence.records import DATA_VARIABLE
+        from omni_kv.evidence.records import DATA_VARIABLE, command_line
         from omni_kv.publish import notebooks as nb
         from omni_kv.publish.parameters import plan
 
         jobs = plan(nb.select(notebooks), parameters)
         path = to_write(v.verdict_file(v.load(v.torch_release()).torch), DATA_VARIABLE)
-        names = [Path(name).stem for name in notebooks]
-        given = [word for pair in parameters for word in ("-p", *pair)]
-        os.environ[v.COMMAND_VARIABLE] = shlex.join(
-            ["omni-kv", "verdicts", "record", *names, *given]
-        )
-        os.environ[v.RECORD_VARIABLE] = "1"
-        try:
+        with _environment(**{v.COMMAND_VARIABLE: command_line(), v.RECORD_VARIABLE: "1"}):
             _report(nb.run(jobs, Path(folder)), of=len(jobs), show_path=False)
-        finally:
-            del os.environ[v.RECORD_VARIABLE], os.environ[v.COMMAND_VARIABLE]
         click.echo(f"recorded in {path}")
 
 
@@ -197,9 +229,10 @@ def show(prefix: str) -> None:
     show_default=True,
     help="Folder for the report.",
 )
-def report(executed: Path, out: Path) -> None:
+@device_record_option
+def report(executed: Path, out: Path, device_record: str | None) -> None:
     """Build the report from executed notebooks."""
-    with _one_line():
+    with _one_line(), _records_of(device_record):
         from omni_kv.publish.site.build import build_report
 
         index = build_report(executed, out)

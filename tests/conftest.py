@@ -30,7 +30,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty data folder in place of the checkout's."""
     folder = tmp_path / "data"
     monkeypatch.setenv("OMNI_KV_DATA", str(folder))
-    monkeypatch.delenv("OMNI_KV_RECORD_VERDICTS", raising=False)
+    for name in ("OMNI_KV_RECORD_VERDICTS", "OMNI_KV_DEVICE_RECORD"):
+        monkeypatch.delenv(name, raising=False)
     return folder
 
 

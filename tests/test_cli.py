@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,30 @@ def test_what_cannot_run_is_one_line_exit_code_2_and_nothing_written(
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
     assert not out.exists()
+
+
+def test_an_unknown_device_record_is_refused_before_anything_is_written(
+    write_notebook, data, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.delenv("OMNI_KV_DEVICE_RECORD", raising=False)
+    write_notebook("01_a")
+    out = ("--out", str(tmp_path / "out"))
+    for words in (("run", "01", *out), ("verdicts", "record", "01"), ("report", *out)):
+        result = call(*words, "--device-record", "other")
+        assert result.exit_code == 2
+        assert "no records of 'other'; there are: nothing recorded" in result.stderr
+        assert not (tmp_path / "out").exists()
+    assert "OMNI_KV_DEVICE_RECORD" not in os.environ
+
+
+@pytest.mark.compiles
+def test_the_named_device_record_reaches_the_notebook(write_notebook, data, tmp_path) -> None:
+    (data / "evidence" / "other").mkdir(parents=True)
+    (data / "evidence" / "other" / "step.json").write_text("{}")
+    source = "import os\nassert os.environ['OMNI_KV_DEVICE_RECORD'] == 'other'"
+    write_notebook("01_a", source)
+    result = call("run", "01", "--out", str(tmp_path / "out"), "--device-record", "other")
+    assert result.exit_code == 0, result.output
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(write_notebook, tmp_path) -> None:
@@ -99,16 +124,18 @@ def test_stored_executes_in_place(write_notebook) -> None:
 
 @pytest.mark.compiles
 def test_recording_writes_the_releases_file_and_leaves_the_notebook_alone(
-    write_notebook, data
+    write_notebook, data, monkeypatch
 ) -> None:
     source = (
         "from omni_kv.evidence.verdicts import verdict\nverdict('01.x', {'rows': rows}, rows=rows)"
     )
     path = write_notebook("01_a", source, parameters="rows = 3")
     before = path.read_text()
-    result = call("verdicts", "record", "01", "-p", "rows", "4")
+    arguments = ["verdicts", "record", "01", "-p", "rows", "4"]
+    monkeypatch.setattr("sys.argv", ["/some/where/bin/omni-kv", *arguments])
+    result = call(*arguments)
     assert result.exit_code == 0, result.output
-    (file,) = (data / "verdicts").iterdir()
+    (file,) = (data / "verdicts").glob("*.json")
     (entry,) = json.loads(file.read_text())["verdicts"]
     assert entry["outcome"] == {"rows": 4}
     assert entry["recorded"]["command"] == "omni-kv verdicts record 01 -p rows 4"

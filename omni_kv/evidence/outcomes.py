@@ -138,20 +138,25 @@ def _symbol(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str
 
 
 def gpu_lines() -> list[str]:
-    """What was recorded on a GPU at the pull request's sizes, one line for each device."""
+    """What was recorded at the pull request's sizes on the GPU that records are read from.
+
+    Returns:
+        One line, or none if nothing is recorded.
+
+    Raises:
+        EvidenceError: if a record of that device does not fit.
+    """
     from omni_kv.evidence import records as evidence
 
-    records: dict[str, list[evidence.Record]] = {}
-    for path in sorted((evidence.data_dir() / "evidence").glob("*/*.json")):
-        records.setdefault(path.parent.name, []).append(evidence.read(path))
-    lines = []
-    for found in records.values():
-        told = [*_crashes(found), *_step(found)]
-        if told:
-            where = found[0].provenance
-            label = f"{where.device}, torch {where.torch.split('+')[0]}"
-            lines.append(f"**At full size on a GPU** (recorded on {label}). {' '.join(told)}")
-    return lines
+    device = evidence.chosen_device() or next(iter(evidence.devices()), "")
+    folder = evidence.data_dir() / "evidence" / device
+    found = [evidence.read(path) for path in sorted(folder.glob("*.json"))]
+    told = [*_crashes(found), *_step(found)]
+    if not told:
+        return []
+    where = found[0].provenance
+    label = f"{where.device}, torch {where.torch.split('+')[0]}"
+    return [f"**At full size on a GPU** (recorded on {label}). {' '.join(told)}"]
 
 
 def _crashes(records: Sequence[Record]) -> Iterator[str]:

@@ -16,14 +16,18 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
+from omni_kv import __version__
 from omni_kv.evidence.cells import (
     Agreement,
     Clones,
@@ -41,6 +45,7 @@ from omni_kv.evidence.paths import project_dir, to_write
 SCHEMA_VERSION = 1
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 DATA_VARIABLE = "OMNI_KV_DATA"
+DEVICE_VARIABLE = "OMNI_KV_DEVICE_RECORD"
 #: Names the commit where the code runs from a copy without its git folder.
 REVISION_VARIABLE = "OMNI_KV_REVISION"
 
@@ -58,7 +63,8 @@ class Provenance(Strict):
         python: version.
         torch: version, with the local part.
         date: UTC, ``YYYY-MM-DD``.
-        revision: commit of the checkout, with ``+`` where the code differed from it.
+        revision: commit of the checkout, with ``+`` where the code differed from it; outside one
+            the package's version.
         command: what was typed.
         card: a digest that tells one card from another; None on a CPU.
         driver: version of the GPU driver; None on a CPU.
@@ -163,26 +169,42 @@ def devices() -> list[str]:
     return sorted({path.parent.name for path in (data_dir() / "evidence").glob("*/*.json")})
 
 
+def chosen_device() -> str | None:
+    """The folder that ``OMNI_KV_DEVICE_RECORD``, or else ``data/evidence/default``, names.
+
+    Raises:
+        EvidenceError: if the folder that the variable names holds no records.
+    """
+    named = os.environ.get(DEVICE_VARIABLE)
+    if named and named not in devices():
+        have = ", ".join(devices()) or "nothing recorded"
+        raise EvidenceError(f"{DEVICE_VARIABLE}: no records of {named!r}; there are: {have}")
+    try:
+        default = (data_dir() / "evidence" / "default").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        default = ""
+    return named or default or None
+
+
 def load(experiment: str, device: str | None = None) -> Record:
-    """Read the record of an experiment.
+    """Read the record of an experiment, of one device.
 
     Args:
         experiment: its name, such as ``hypotheses``.
-        device: the folder that holds it, such as ``nvidia-h200-torch2.11.0``; needed only where
-            several devices have recorded the experiment.
+        device: the folder that holds it, such as ``nvidia-h200-torch2.11.0``. By default the one
+            that ``chosen_device`` names; if it names none, the first in name order that has it.
 
     Raises:
-        EvidenceError: if there is no such record, there are several, or it does not fit.
+        EvidenceError: if there is no such record, or it does not fit.
     """
     root = data_dir() / "evidence"
     holders = [d for d in devices() if (root / d / f"{experiment}.json").exists()]
-    chosen = [d for d in holders if device in (None, d)]
-    if len(chosen) != 1:
+    device = device or chosen_device() or next(iter(holders), None)
+    if device not in holders:
         where = f" on {device}" if device else ""
         have = f"recorded on: {', '.join(holders)}" if holders else "nothing recorded"
-        problem = "several records" if chosen else "no record"
-        raise EvidenceError(f"{problem} of experiment {experiment!r}{where}; {have}")
-    return read(root / chosen[0] / f"{experiment}.json")
+        raise EvidenceError(f"no record of experiment {experiment!r}{where}; {have}")
+    return read(root / str(device) / f"{experiment}.json")
 
 
 def read(path: Path) -> Record:
@@ -246,7 +268,7 @@ def provenance(device: str, command: str) -> Provenance:
 
     Args:
         device: ``cpu``, ``cuda``, ...
-        command: what was typed, without paths.
+        command: what was typed, without absolute paths, as ``command_line`` gives it.
     """
     import torch
 
@@ -303,13 +325,34 @@ def _flash_attn_3() -> str | None:
 
 
 def revision() -> str:
-    """The checkout's commit, with ``+`` where the code differs from it; ``unknown`` outside git."""
+    """The checkout's commit, with ``+`` where the code differs from it.
+
+    Outside this project's own checkout, as in an installed wheel, it is the package's version.
+    """
     if os.environ.get(REVISION_VARIABLE):
         return os.environ[REVISION_VARIABLE]
     git = ("git", "-C", str(PACKAGE_PARENT))
-    commit = _output(*git, "rev-parse", "--short=12", "HEAD")
+    commit = _output(*git, "rev-parse", "--short=12", "HEAD") if _is_checkout() else ""
     changes = _output(*git, "status", "--porcelain", "--", "omni_kv", "notebooks")
-    return commit + ("+" if changes else "") if commit else "unknown"
+    return commit + ("+" if changes else "") if commit else __version__
+
+
+def _is_checkout() -> bool:
+    """Whether the repository around the package is this project's, not one that holds it."""
+    root = _output("git", "-C", str(PACKAGE_PARENT), "rev-parse", "--show-toplevel")
+    if not root or Path(root).resolve() != PACKAGE_PARENT:
+        return False
+    try:
+        project = tomllib.loads((PACKAGE_PARENT / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return False
+    return bool(project.get("project", {}).get("name") == "omni-kv")
+
+
+def command_line() -> str:
+    """What was typed to start this process, with the last part of each absolute path."""
+    words = [re.sub(r"(^|=)/(?:.*/)?(.*)$", r"\1\2", word) for word in sys.argv]
+    return shlex.join([Path(words[0]).name, *words[1:]])
 
 
 def _output(*command: str) -> str:

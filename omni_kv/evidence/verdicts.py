@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pydantic
+from filelock import FileLock
 from pydantic_core import to_jsonable_python
 
-from omni_kv.evidence.records import PACKAGE_PARENT as PACKAGE_PARENT
+from omni_kv.evidence.cells import Strict
+from omni_kv.evidence.paths import to_write
 from omni_kv.evidence.records import (
+    DATA_VARIABLE,
     Provenance,
     data_dir,
     first_error,
     provenance,
     replacing,
-    revision,
 )
 
 if TYPE_CHECKING:
@@ -47,11 +49,7 @@ class VerdictFileError(ValueError):
     """A record file cannot be read; the message names the file and the field."""
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class Verdict(_Strict):
+class Verdict(Strict):
     """One recorded outcome of one experiment with one set of parameters."""
 
     name: str
@@ -60,7 +58,7 @@ class Verdict(_Strict):
     recorded: Provenance
 
 
-class VerdictFile(_Strict):
+class VerdictFile(Strict):
     """All recorded outcomes of one torch release."""
 
     torch: str
@@ -146,8 +144,28 @@ def record(release: str, name: str, parameters: dict[str, Any], outcome: dict[st
     """Write one outcome into the release's file, in one step.
 
     An entry with the same outcome is left as it is, so recording again changes only what changed.
+    Several processes may record at once: a lock beside the file lets one of them in at a time.
+
+    Args:
+        release: of torch.
+        name: what was tried.
+        parameters: what the outcome depends on.
+        outcome: what came of it.
+
+    Raises:
+        InstalledFiles: If the file lies among those of an installed package.
+        VerdictFileError: If the file is there and cannot be read.
     """
-    others, path = [], verdict_file(release)
+    path = to_write(verdict_file(release), DATA_VARIABLE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        _record(path, release, name, parameters, outcome)
+
+
+def _record(
+    path: Path, release: str, name: str, parameters: dict[str, Any], outcome: dict[str, Any]
+) -> None:
+    others = []
     for entry in load(release).verdicts:
         if _key(entry.name, entry.parameters) != _key(name, parameters):
             others.append(entry)
@@ -156,7 +174,6 @@ def record(release: str, name: str, parameters: dict[str, Any], outcome: dict[st
     entry = Verdict(name=name, parameters=parameters, outcome=outcome, recorded=_here(parameters))
     entries = sorted([*others, entry], key=lambda v: _key(v.name, v.parameters))
     content = VerdictFile(torch=release, verdicts=entries).model_dump(mode="json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write_text(_pretty(content) + "\n", encoding="utf-8")
 
@@ -238,7 +255,3 @@ def _changed(entry: Verdict, measured: dict[str, Any], release: str) -> str:
 def _here(parameters: Mapping[str, Any]) -> Provenance:
     command = os.environ.get(COMMAND_VARIABLE) or f"{RECORD_VARIABLE}=1"
     return provenance(str(parameters.get("device", "cpu")), command)
-
-
-def _revision() -> str:
-    return revision()

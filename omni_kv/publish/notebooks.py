@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 
 from omni_kv.evidence.paths import project_dir, to_write
-from omni_kv.evidence.verdicts import PACKAGE_PARENT
+from omni_kv.evidence.records import PACKAGE_PARENT
 from omni_kv.publish.parameters import Job, Refused
 
 NOTEBOOKS_VARIABLE = "OMNI_KV_NOTEBOOKS"

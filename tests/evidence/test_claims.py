@@ -1,5 +1,6 @@
 import json
 
+import nbformat
 import pytest
 
 from omni_kv.evidence import claims
@@ -22,11 +23,22 @@ def test_the_records_do_not_contradict_the_claim(claim):
     assert claim.contradictions() == []
 
 
-def test_every_tested_claim_names_a_notebook_that_exists():
-    stems = [path.stem for path in notebooks_dir().glob("*.ipynb")]
-    for claim in claims.load():
-        if claim.verdict != "not tested here":
-            assert any(claim.experiment.startswith(stem) for stem in stems), claim.id
+def headings(path):
+    """The headings of a notebook, without their marks."""
+    cells = nbformat.read(path, as_version=4).cells
+    lines = [line for c in cells if c.cell_type == "markdown" for line in c.source.splitlines()]
+    found = [line.lstrip("#") for line in lines if line.startswith("#")]
+    return {line.strip().replace("`", "").lower() for line in found}
+
+
+@pytest.mark.parametrize("claim", claims.load(), ids=lambda claim: claim.id)
+def test_every_tested_claim_names_a_notebook_and_a_heading_that_are_there(claim):
+    known = {path.stem: headings(path) for path in notebooks_dir().glob("*.ipynb")}
+    named = [text.partition(": ") for text in filter(None, claim.experiment.split("; "))]
+    assert named or claim.verdict == "not tested here"
+    for stem, _, place in named:
+        assert stem in known, stem
+        assert not place or place.replace("`", "").lower() in known[stem], f"{stem}: {place}"
 
 
 def test_a_list_stands_for_its_median_and_a_ratio_for_two_entries(data):

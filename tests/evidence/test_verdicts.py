@@ -34,7 +34,7 @@ def recording(data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 def the_file(data: Path) -> Path:
-    (path,) = (data / "verdicts").iterdir()
+    (path,) = (data / "verdicts").glob("*.json")
     return path
 
 
@@ -159,7 +159,8 @@ def test_the_file_does_not_depend_on_the_order_of_recording(recording, data) -> 
     recording("b", {"x": 1})
     recording("a", {"x": 1}, seed=2)
     assert the_file(data).read_text() == first
-    assert os.listdir(data / "verdicts") == [the_file(data).name]
+    left = {name for name in os.listdir(data / "verdicts") if not name.endswith(".lock")}
+    assert left == {the_file(data).name}
 
 
 def test_recording_the_same_outcome_again_leaves_the_entry_alone(recording, data) -> None:
@@ -172,6 +173,34 @@ def test_recording_the_same_outcome_again_leaves_the_entry_alone(recording, data
     (entry,) = json.loads(the_file(data).read_text())["verdicts"]
     assert entry["outcome"] == {"x": 2}
     assert entry["recorded"]["date"].startswith("2")
+
+
+RECORDING = """
+import sys
+from omni_kv.evidence import verdicts
+verdicts.provenance = lambda device, command: verdicts.Provenance(
+    device=device, platform="", python="", torch="", date="2026-12-01", revision="", command=""
+)
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(5):
+    verdicts.record("2.11.0", f"{sys.argv[1]}.{number}", {}, {"x": number})
+"""
+
+
+def test_what_several_processes_record_at_once_is_all_there(data) -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    names = [f"{n:02}" for n in range(6)]
+    command = [sys.executable, "-c", RECORDING]
+    started = [subprocess.Popen([*command, name], text=True, **pipes) for name in names]
+    for child in started:
+        assert child.stdout.readline() == "ready\n"
+    for child in started:
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert [child.wait(60) for child in started] == [0] * len(names)
+    recorded = [entry.name for entry in verdicts.load("2.11.0").verdicts]
+    assert recorded == [f"{name}.{number}" for name in names for number in range(5)]
 
 
 def broken(data: Path, change: Callable[[dict], object]) -> None:

@@ -25,6 +25,7 @@ from omni_kv.evidence.records import (
     EvidenceError,
     Provenance,
     Record,
+    command_line,
     data_dir,
     folder_name,
     load,
@@ -196,7 +197,7 @@ def record_command(
     geometry = preset(preset_name)
     if device != "cpu" and not torch.cuda.is_available():
         raise RecordRefused(f"no device {device!r} here; take --device cpu --preset tiny")
-    origin = provenance(device, f"omni-kv record --preset {preset_name}")
+    origin = provenance(device, command_line())
     plan = Plan(geometry, device, _backends(geometry, device))
     folder = out or data_dir() / "evidence" / folder_name(origin)
     # Without test files there is nothing to record of them.

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from omni_kv.evidence.paths import project_dir
-from omni_kv.evidence.verdicts import PACKAGE_PARENT
+from omni_kv.evidence.records import PACKAGE_PARENT
 from omni_kv.publish.parameters import Refused
 
 PDF_NAME = "omni-kv-report.pdf"
