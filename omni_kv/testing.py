@@ -11,27 +11,37 @@ from typing import Any, Literal
 from omni_kv.audits.audit import audit
 
 
-def assert_no_clones(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def assert_no_clones(
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> None:
     """Fail if ``torch.compile`` clones an argument that ``fn`` mutates, static or dynamic.
 
     Takes a second or two: nothing is run.
+
+    Args:
+        fn: the callable.
+        args: its arguments, as one tuple.
+        kwargs: its keyword arguments.
 
     Raises:
         AssertionError: if anything is cloned, or if ``fn`` could not be looked at; the message is
             the report.
     """
-    report = audit(fn, *args, run=False, until="graph", **kwargs)
-    looked_at = all(shapes.problem is None and not shapes.graph_break for shapes in report.shapes)
+    report = audit(fn, args, kwargs, run=False, until="graph")
+    looked_at = all(
+        not (shapes.problem or shapes.instrument or shapes.graph_break) for shapes in report.shapes
+    )
     if report.clones or not looked_at:
         raise AssertionError(f"torch.compile clones what {report.callable} mutates\n{report}")
 
 
 def assert_compiles_faithfully(
     fn: Callable[..., Any],
-    *args: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     dynamic: bool | Literal["both"] = "both",
-    **kwargs: Any,
 ) -> None:
     """Fail if compiled and eager disagree, in an output or in what was mutated, or if one crashes.
 
@@ -40,15 +50,15 @@ def assert_compiles_faithfully(
 
     Args:
         fn: the callable.
-        args: its arguments.
+        args: its arguments, as one tuple.
+        kwargs: its keyword arguments.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: compile with static shapes (False), ``dynamic=True`` (True), or both.
-        kwargs: its keyword arguments.
 
     Raises:
         AssertionError: if they disagree, or could not be compared; the message is the report.
     """
-    report = audit(fn, *args, second=second, dynamic=dynamic, **kwargs)
+    report = audit(fn, args, kwargs, second=second, dynamic=dynamic)
     agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
     if not agree or report.reads_outside:
         raise AssertionError(f"compiled {report.callable} is not faithful to eager\n{report}")

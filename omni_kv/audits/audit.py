@@ -7,55 +7,93 @@ extent on the generated kernel's index, what it says of an outcome on a run; nev
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audits.compare import Job, cause_line, compare, jobs_for
+from omni_kv.audits.child import cause_line
+from omni_kv.audits.compare import compare
 from omni_kv.audits.findings import aliases_of, ops_of
-from omni_kv.audits.report import AuditReport, Shapes
+from omni_kv.audits.jobs import Job, jobs_for
+from omni_kv.audits.report import AuditReport, Rewritten, Shapes
+from omni_kv.audits.verdict import conclude
 from omni_kv.lens.capture import Until, capture, original
+from omni_kv.lens.graph import GraphCapture
+from omni_kv.lens.pytorch import UnknownTorch
+from omni_kv.lens.traffic import traffic_of
+
+#: Part of the path of this package's own frames in a traceback.
+LENS = os.sep + os.path.join("omni_kv", "lens") + os.sep
 
 
 @dataclass
 class Call:
-    """A callable to audit, with its arguments; the fields are those of ``audit``."""
+    """A callable to audit, with its arguments; the fields are those of ``audit``.
+
+    ``second_kwargs`` are the keyword arguments of the second call, if they are others. ``make``
+    makes callable and arguments anew in a child process, see ``jobs.Named``.
+    """
 
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any] = field(default_factory=dict)
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None
+    second_kwargs: dict[str, Any] | None = None
+    make: Callable[[], Any] | None = None
 
 
 def audit(
     fn: Callable[..., Any],
-    *args: Any,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
     run: bool = True,
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     dynamic: bool | Literal["both"] = "both",
     until: Until = "code",
-    **kwargs: Any,
 ) -> AuditReport:
     """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
 
     Args:
         fn: a function, a module, or what ``torch.compile`` made of one.
-        args: its arguments. They are neither changed nor run through compiled code in this process.
+        args: its arguments, as a tuple or list. They are neither changed nor run through compiled
+            code in this process.
+        kwargs: its keyword arguments.
         run: also run compiled against eager, in child processes over guarded memory (CPU tensors).
             Mutated tensors that hold one value everywhere are filled with random numbers there.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
         until: ``graph`` leaves out the generated code, and with it what a clone reads.
-        kwargs: the callable's keyword arguments.
 
     Returns:
         The report; a callable that cannot be audited gets one that says why, not an exception.
+
+    Raises:
+        TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
     """
-    return audit_all([Call(fn, args, kwargs, second)], run=run, dynamic=dynamic, until=until)[0]
+    check_call(args, kwargs)
+    return audit_all([Call(fn, args, kwargs or {}, second)], run=run, dynamic=dynamic, until=until)[
+        0
+    ]
+
+
+def check_call(args: Any, kwargs: Any) -> None:
+    """Refuse arguments that are not in the form of ``audit``.
+
+    Raises:
+        TypeError: in one line.
+    """
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (dict, type(None))):
+        raise TypeError(
+            "give the callable's arguments as one tuple, and its keyword arguments as one dict: "
+            "audit(fn, (x, y), {'scale': 2.0})"
+        )
 
 
 def audit_all(
@@ -92,7 +130,7 @@ def audit_all(
     if run:
         _run(calls, reports, settings, workers)
     for report in reports:
-        _conclude(report)
+        conclude(report)
     return reports
 
 
@@ -105,40 +143,99 @@ def _run(
     """Compare compiled and eager for every call that compiled, and file what came out."""
     jobs: list[tuple[AuditReport, Job]] = []
     for call, report in zip(calls, reports, strict=True):
-        sound = [
-            setting
-            for setting, shapes in zip(settings, report.shapes, strict=True)
-            if not shapes.problem
-        ]
-        if sound:
-            second = call.second() if callable(call.second) else call.second
-            made = jobs_for(call.fn, call.args, call.kwargs, second=second, dynamic=sound)
-            jobs += [(report, job) for job in made]
+        second = call.second() if callable(call.second) else call.second
+        made = jobs_for(
+            call.fn,
+            call.args,
+            call.kwargs,
+            second=second,
+            second_kwargs=call.second_kwargs,
+            dynamic=settings,
+        )
+        jobs += [(report, replace(job, make=call.make)) for job in made]
     start = time.perf_counter()
     comparisons = iter(compare([job for _, job in jobs], workers))
     for report, job in jobs:
         report.comparisons += [next(comparisons) for label in job.labels if label]
+    for report in reports:
+        _settle(report)
     for report in {id(report): report for report, _ in jobs}.values():
         report.seconds += time.perf_counter() - start
 
 
 def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
-    label = "dynamic=True" if dynamic else "static"
+    """Compile under the lens; a failure of the lens is kept apart from one of the callable."""
+    shapes = Shapes(label="dynamic=True" if dynamic else "static")
     try:
         seen = capture(call.fn, *call.args, dynamic=dynamic, until=until, **call.kwargs)
+    except UnknownTorch as error:
+        shapes.instrument = f"The instrument failed: {error}."
+        return shapes
     except Exception as error:
-        return Shapes(label=label, problem=_plain_problem(error))
-    shapes = Shapes(
-        label=label,
-        graphs=len(seen.graphs),
-        graph_break=seen.graph_break,
-        seconds=seen.seconds,
-        ops=[op for number, graph in enumerate(seen.graphs) for op in ops_of(graph, number)],
-        aliases=[alias for graph in seen.graphs for alias in aliases_of(graph)],
+        if _raised_here(error):
+            shapes.instrument = _instrument(error)
+        else:
+            shapes.problem = _plain_problem(error)
+        return shapes
+    shapes.graphs, shapes.graph_break, shapes.seconds = (
+        len(seen.graphs),
+        seen.graph_break,
+        seen.seconds,
     )
-    if not any(graph.post_grad_after_decomposition for graph in seen.graphs):
+    if seen.missing:
+        missing = ", ".join(seen.missing)
+        shapes.instrument = f"The instrument does not know torch {torch.__version__}: {missing}."
+    try:
+        for number, graph in enumerate(seen.graphs):
+            shapes.ops += ops_of(graph, number)
+            shapes.aliases += aliases_of(graph)
+            shapes.rewritten += _rewritten(graph)
+    except Exception as error:
+        shapes.instrument = _instrument(error)
+    if not any(graph.post_grad_after_decomposition for graph in seen.graphs) and not seen.missing:
         shapes.problem = "It makes no graph: there is nothing in it to compile."
     return shapes
+
+
+def _rewritten(graph: GraphCapture) -> list[Rewritten]:
+    """Mutated inputs that are rewritten through views, which no clone of an op shows."""
+    return [
+        Rewritten(
+            input=t.input,
+            cause=t.cause,
+            reads=t.reads_bytes,
+            writes=t.writes_bytes,
+            changes=t.changed_bytes,
+        )
+        for t in traffic_of(graph)
+        if t.cause == "scatter chain through views"
+        and t.changed_bytes is not None
+        and t.extra_bytes > 2 * t.changed_bytes
+    ]
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, was raised by a line of this package's lens."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    frames = [traceback.extract_tb(cause.__traceback__) for cause in causes]
+    return any(stack and LENS in stack[-1].filename for stack in frames)
+
+
+def _instrument(error: BaseException) -> str:
+    return f"The instrument failed: {type(error).__name__}: {cause_line(error)}."
+
+
+def _settle(report: AuditReport) -> None:
+    """What compiles plainly in a child is no problem of the callable, whatever the lens met."""
+    ran = {c.label for c in report.comparisons if c.result in ("same", "differs", "crashed")}
+    for shapes in report.shapes:
+        nothing = shapes.problem is not None and shapes.problem.startswith("It makes no graph")
+        if shapes.problem and shapes.label in ran and not nothing:
+            shapes.instrument = f"The instrument failed: {shapes.problem}"
+            shapes.problem = None
 
 
 #: What PyTorch says when CUDA was asked for and is not there.
@@ -159,63 +256,6 @@ def _plain_problem(error: Exception) -> str:
     if isinstance(error, TypeError) and "argument" in text:
         return f"It cannot be called with these arguments: {first}"
     return f"It does not compile: {cause_line(error)}"
-
-
-def _conclude(report: AuditReport) -> None:
-    """Gather the findings, and say the verdict in one sentence."""
-    for shapes in report.shapes:
-        for op in shapes.ops:
-            for a in op.arguments:
-                where = f"{shapes.label}: {op.name}, {a.name}"
-                if a.outcome == "cloned":
-                    size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
-                    report.findings.append(f"{where} is cloned{size} ({a.cause})")
-                if a.clone is not None and a.clone.reads_outside:
-                    outside = (a.clone.outside_before or 0) + (a.clone.outside_after or 0)
-                    report.findings.append(
-                        f"{where}: the clone reads {outside:,} elements outside the storage"
-                    )
-                if a.misled:
-                    report.findings.append(f"{where}: {a.shifted()}")
-    for comparison in report.comparisons:
-        if comparison.result in ("differs", "crashed"):
-            how = f" ({comparison.how})" if comparison.how else ""
-            report.findings.append(f"{comparison.label}: compiled {comparison.result}{how}")
-    problems = [shapes for shapes in report.shapes if shapes.problem]
-    failed = [c for c in report.comparisons if c.result in ("raised", "timed out")]
-    if len(problems) < len(report.shapes):
-        # Some of it compiles: what does not is a finding about the rest.
-        report.findings += [f"{shapes.label}: {shapes.problem}" for shapes in problems]
-    if any(c.result == "same" for c in report.comparisons):
-        report.findings += [f"{c.label}: {c.how}" for c in failed]
-    broken = next((s.graph_break for s in report.shapes if s.graph_break), None)
-    mutated = sum(len(op.arguments) for s in report.shapes for op in s.ops)
-    if report.findings:
-        report.verdict = "findings"
-        count = len(report.findings)
-        report.sentence = f"{count} finding{'s' * (count != 1)}."
-    elif problems:
-        report.verdict, report.sentence = "could not run", problems[0].problem or ""
-    elif broken:
-        report.verdict = "could not run"
-        report.sentence = f"It breaks the graph, and what follows was not looked at: {broken}"
-    elif failed:
-        report.verdict = "could not run"
-        report.sentence = f"Compiled and eager could not be compared: {failed[0].how}"
-    elif not mutated:
-        report.sentence = "It mutates nothing: there is nothing to clone."
-    else:
-        report.sentence = "Every mutated argument is written in place."
-        if any(
-            a.outcome == "written back" for s in report.shapes for o in s.ops for a in o.arguments
-        ):
-            report.sentence = "No mutated argument is cloned."
-    apart = next((c.how for c in report.comparisons if c.result == "not run"), None)
-    if apart and report.verdict != "could not run":
-        report.sentence += f" Compiled and eager were not compared: {apart}."
-    agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
-    if agree and report.verdict != "could not run":
-        report.sentence += " Compiled and eager agree."
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,21 @@ def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditR
     """
     call = load_case(target)
     if second is not None:
-        call.second = load_case(second).args
+        other = load_case(second)
+        call.second, call.second_kwargs = other.args, other.kwargs
+    call.make = partial(_make, target, second)
     with torch.set_grad_enabled(grad):
         return audit_all([call], run=run)[0]
+
+
+def _make(
+    target: str, second: str | None
+) -> tuple[Any, list[tuple[Any, ...]], dict[str, Any], Any]:
+    """Callable and arguments made anew, in a child process: nothing of them need be sent."""
+    call = load_case(target)
+    series, last = [tuple(call.args)], None
+    if second is not None:
+        other = load_case(second)
+        series.append(tuple(other.args))
+        last = other.kwargs
+    return call.fn, series, call.kwargs, last

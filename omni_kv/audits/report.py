@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 Verdict = Literal["clean", "findings", "could not run"]
-Result = Literal["same", "differs", "crashed", "raised", "timed out", "not run"]
+Result = Literal["same", "differs", "crashed", "raised", "killed", "timed out", "not run"]
 
 
 class Clone(BaseModel):
@@ -27,7 +27,6 @@ class Clone(BaseModel):
     storage_last: int | None = None
     first: int | None = None
     last: int | None = None
-    index: str | None = None
     kernel: list[str] = Field(default_factory=list)
 
     @property
@@ -154,21 +153,54 @@ class Run(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Compiled against eager, for one way to compile, in each kind of memory."""
+    """Compiled against eager, for one way to compile, in each kind of memory.
+
+    ``changed`` names what the eager call changed. ``eager_works`` says that eager returns where
+    compiled raises. ``note`` says what could not be told.
+    """
 
     label: str
     result: Result
     how: str = ""
+    eager_works: bool = False
+    changed: list[str] = Field(default_factory=list)
+    note: str = ""
     runs: list[Run] = Field(default_factory=list)
 
 
+class Rewritten(BaseModel):
+    """A mutated input that one call reads and writes more of than it changes.
+
+    ``cause`` is ``clone by the pass``, ``scatter chain through views`` or ``copy back of a computed
+    value``; the bytes are those of the input and of buffers made from it.
+    """
+
+    input: str
+    cause: str
+    reads: int
+    writes: int
+    changes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.input} is rewritten: reads {self.reads:,} bytes and writes {self.writes:,} to "
+            f"change {self.changes:,} ({self.cause})"
+        )
+
+
 class Shapes(BaseModel):
-    """What the compiler did with one setting of ``dynamic=``."""
+    """What the compiler did with one setting of ``dynamic=``.
+
+    ``problem`` says why it does not compile. ``instrument`` says what the lens could not look at:
+    a failure of the instrument and none of the callable.
+    """
 
     label: str
     graphs: int = 0
     graph_break: str | None = None
     problem: str | None = None
+    instrument: str | None = None
+    rewritten: list[Rewritten] = Field(default_factory=list)
     seconds: float = 0.0
     ops: list[Op] = Field(default_factory=list)
     aliases: list[Alias] = Field(default_factory=list)
@@ -219,6 +251,12 @@ class AuditReport(BaseModel):
         return _html(self)
 
 
+NOT_COMPARED = (
+    "not compared: whether results share memory with each other, values inside objects that are no "
+    "data, runs with several threads and vector code"
+)
+
+
 def _text(report: AuditReport) -> list[str]:
     lines = [
         f"audit of {report.callable}: {report.verdict}",
@@ -231,9 +269,12 @@ def _text(report: AuditReport) -> list[str]:
         lines.append(f"{shapes.label} ({shapes.graphs} graph{'s' * (shapes.graphs != 1)})")
         if shapes.problem:
             lines.append(f"  {shapes.problem}")
+        if shapes.instrument:
+            lines.append(f"  {shapes.instrument}")
         if shapes.graph_break:
             lines.append(f"  graph break: {shapes.graph_break}")
         lines += [f"  {alias_sentence(alias)}" for alias in shapes.aliases]
+        lines += [f"  {rewritten}" for rewritten in shapes.rewritten]
         for op in shapes.ops:
             lines.append(f"  {op.name}  [{op.kind}]")
             for argument in op.arguments:
@@ -242,9 +283,13 @@ def _text(report: AuditReport) -> list[str]:
         lines.append(f"compiled against eager, {comparison.label}: {comparison.result}")
         if comparison.how:
             lines.append(f"  {comparison.how}")
+        if comparison.note:
+            lines.append(f"  {comparison.note}")
         for run in comparison.runs:
             lines.append(f"  {run.memory}: {run.result}{f', {run.how}' if run.how else ''}")
             lines += [f"    {difference}" for difference in run.differences]
+    if report.comparisons:
+        lines.append(NOT_COMPARED)
     lines.append(f"torch {report.torch}, {report.device}, {report.seconds:.1f} s")
     return lines
 

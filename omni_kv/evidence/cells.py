@@ -159,6 +159,29 @@ class Clones(Strict):
     elements: dict[str, int]
 
 
+class TestCounts(Strict):
+    """How one file of PyTorch's own tests ended, with and without a candidate fix.
+
+    Attributes:
+        name: of the file.
+        sha256: first digits of the digest of the file that was run.
+        fix: name of the fix.
+        without: how many tests ended how, without the fix.
+        with_fix: the same with it.
+        changed: tests that ended otherwise with the fix: name, then how without and with it.
+    """
+
+    __test__ = False  # no test itself
+
+    kind: Literal["tests"] = "tests"
+    name: str
+    sha256: str
+    fix: str
+    without: dict[str, int]
+    with_fix: dict[str, int]
+    changed: dict[str, tuple[str, str]] = {}
+
+
 class SanitizerRun(Strict):
     """What compute-sanitizer's memcheck said of the first bad access.
 

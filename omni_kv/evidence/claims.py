@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 import pydantic
 
-from omni_kv.evidence.records import data_dir
+from omni_kv.evidence.records import data_dir, first_error
 
 VerdictOnClaim = Literal["confirmed", "refined", "refuted", "not tested here"]
 
@@ -167,11 +167,8 @@ def load(path: Path | None = None) -> list[Claim]:
         try:
             claims.append(Claim.model_validate(entry))
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "the entry"
-            raise ClaimsError(
-                f"{path.name}: claim {entry.get('id')!r}: {field}: {first['msg']}"
-            ) from error
+            what = first_error(error, "the entry")
+            raise ClaimsError(f"{path.name}: claim {entry.get('id')!r}: {what}") from error
     ids = [claim.id for claim in claims]
     twice = sorted({i for i in ids if ids.count(i) > 1})
     if twice:

@@ -37,6 +37,7 @@ from omni_kv.evidence.cells import (
     RolloutRun,
     SanitizerRun,
     Strict,
+    TestCounts,
     Timing,
 )
 from omni_kv.evidence.paths import project_dir, to_write
@@ -105,7 +106,15 @@ class Provenance(Strict):
 
 
 Cell = Annotated[
-    CrashRun | GuardedRun | SanitizerRun | Clones | Timing | Profile | Agreement | RolloutRun,
+    CrashRun
+    | GuardedRun
+    | SanitizerRun
+    | Clones
+    | TestCounts
+    | Timing
+    | Profile
+    | Agreement
+    | RolloutRun,
     pydantic.Field(discriminator="kind"),
 ]
 C = TypeVar("C", bound=Strict)
@@ -217,9 +226,14 @@ def read(path: Path) -> Record:
     try:
         return Record.model_validate(content)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise EvidenceError(f"{path}: {field}: {first['msg']}") from error
+        raise EvidenceError(f"{path}: {first_error(error)}") from error
+
+
+def first_error(error: pydantic.ValidationError, whole: str = "the whole file") -> str:
+    """Field and message of the first thing that is wrong; `whole` stands for no single field."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or whole
+    return f"{field}: {first['msg']}"
 
 
 def write(record: Record, path: Path) -> None:

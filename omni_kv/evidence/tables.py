@@ -9,7 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from omni_kv.evidence.cells import Agreement, CrashRun, Profile, RolloutRun, SanitizerRun, Timing
+from omni_kv.evidence.cells import (
+    Agreement,
+    Clones,
+    CrashRun,
+    GuardedRun,
+    Profile,
+    RolloutRun,
+    SanitizerRun,
+    Timing,
+)
 from omni_kv.evidence.records import Record
 from omni_kv.model.geometry import Geometry
 
@@ -114,13 +123,15 @@ def rollout_table(record: Record, geometry: Geometry) -> pd.DataFrame:
             continue
         median = statistics.median(seconds)
         reference = steady(eager[run.backend], geometry)
+        results = _results(run)
+        gain = f"{statistics.median(reference) / median:.2f}x"
         rows[run.backend, _how(run)] = {
             "chunk, s": round(median, 3),
             "spread": f"{100 * spread(seconds):.2f}%",
             "RTF": round(median / geometry.chunk_seconds, 2),
-            "against eager": f"{statistics.median(reference) / median:.2f}x",
+            "against eager": "" if results == "WRONG" else gain,
             "peak memory, GiB": round(run.peak_bytes / 2**30, 1),
-            "results": _results(run),
+            "results": results,
         }
     table = pd.DataFrame.from_dict(rows, orient="index")
     table.index = pd.MultiIndex.from_tuples(list(rows), names=["attention", "mode"])
@@ -280,3 +291,60 @@ def _share(count: int | None, rows: int | None) -> str:
 
 def _mib(nbytes: int | None) -> str:
     return "" if nbytes is None else f"{nbytes / 2**20:,.1f} MiB"
+
+
+def guarded_table(record: Record) -> pd.DataFrame:
+    """Runs over memory with known surroundings, one row a case and a way to end."""
+    runs = pd.DataFrame([run.model_dump() for run in record.of(GuardedRun).values()])
+    runs["shapes"] = runs.dynamic.map({True: "dynamic", False: "static"})
+    runs["rows of V wrong"] = runs.value_rows_wrong.astype("Int64")
+    runs["of these, the neighbour's"] = runs.value_rows_neighbour.astype("Int64")
+    by = ["layout", "memory", "shapes", "ended", "rows of V wrong", "of these, the neighbour's"]
+    return runs.groupby(by, dropna=False).size().to_frame("runs").reset_index().set_index("layout")
+
+
+def guarded_outcomes(record: Record) -> dict[str, list[str]]:
+    """How the runs of each case ended, each way once."""
+    found: dict[str, list[str]] = {}
+    for run in record.of(GuardedRun).values():
+        shapes = ", dynamic shapes" if run.dynamic else ""
+        if run.ended != "returned":
+            how = run.ended
+        elif run.agrees:
+            how = "agrees with eager"
+        else:
+            how = f"{run.value_rows_neighbour} of {run.rows} rows of V are the neighbour's"
+        ways = found.setdefault(f"{run.layout}, {run.memory}{shapes}", [])
+        ways += [how] if how not in ways else []
+    return dict(sorted(found.items()))
+
+
+def overlap_check_table(record: Record) -> pd.DataFrame:
+    """One step with the overlap check, over shared halves and over separate pools."""
+    errors = {n: _number(a.relative_error) for n, a in record.of(Agreement).items()}
+    rows: dict[str, dict[str, float | None]] = {
+        name.partition("/")[2]: {
+            "median ms": round(statistics.median(timing.seconds) * 1e3, 1),
+            "fastest ms": round(min(timing.seconds) * 1e3, 1),
+            "slowest ms": round(max(timing.seconds) * 1e3, 1),
+        }
+        for name, timing in record.of(Timing).items()
+        if "ceiling" not in name
+    }
+    for name, row in rows.items():
+        row["off eager by"] = errors.get(
+            f"{name.removeprefix('compiled ')}: compiled against eager"
+        )
+    return pd.DataFrame(rows).T
+
+
+def overlap_check_verdict(record: Record) -> dict[str, Any]:
+    """Whether the check removes the clone at full size, agrees with eager and costs nothing."""
+    clones = {name: cell.elements for name, cell in record.of(Clones).items()}
+    table = overlap_check_table(record)
+    shared, separate = (table["median ms"][f"compiled {name}"] for name in ("shared", "separate"))
+    return {
+        "clones": clones,
+        "agrees with eager within 2%": bool(table["off eager by"].dropna().max() < 0.02),
+        "shared halves as fast as separate pools within 2%": bool(shared < 1.02 * separate),
+    }

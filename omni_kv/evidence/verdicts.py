@@ -23,8 +23,16 @@ import pydantic
 from filelock import FileLock
 from pydantic_core import to_jsonable_python
 
+from omni_kv.evidence.cells import Strict
 from omni_kv.evidence.paths import to_write
-from omni_kv.evidence.records import DATA_VARIABLE, Provenance, data_dir, provenance, replacing
+from omni_kv.evidence.records import (
+    DATA_VARIABLE,
+    Provenance,
+    data_dir,
+    first_error,
+    provenance,
+    replacing,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,11 +49,7 @@ class VerdictFileError(ValueError):
     """A record file cannot be read; the message names the file and the field."""
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class Verdict(_Strict):
+class Verdict(Strict):
     """One recorded outcome of one experiment with one set of parameters."""
 
     name: str
@@ -54,7 +58,7 @@ class Verdict(_Strict):
     recorded: Provenance
 
 
-class VerdictFile(_Strict):
+class VerdictFile(Strict):
     """All recorded outcomes of one torch release."""
 
     torch: str
@@ -130,9 +134,7 @@ def load(release: str) -> VerdictFile:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise VerdictFileError(f"{path}: not a readable JSON file: {error}") from error
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise VerdictFileError(f"{path}: {field}: {first['msg']}") from error
+        raise VerdictFileError(f"{path}: {first_error(error)}") from error
     if content.torch != release:
         raise VerdictFileError(f"{path}: torch: holds records of {content.torch}, not of {release}")
     return content

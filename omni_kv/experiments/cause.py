@@ -329,7 +329,7 @@ def clone_of(
     Returns:
         Where the kernel counts from and the clone's extent, or None and 0 if nothing is cloned.
     """
-    report = audit(call_op, key_pool, value_pool, inputs, run=False, dynamic=False)
+    report = audit(call_op, (key_pool, value_pool, inputs), run=False, dynamic=False)
     if not report.clones:
         return None, 0
     (clone,) = (argument.clone for argument in report.clones)

@@ -139,7 +139,7 @@ def clone_elements(
         for pool in inputs[4:6]:
             torch._dynamo.mark_static_address(pool)
     with torch.no_grad():
-        report = audit(block, *inputs, run=False, dynamic=dynamic)
+        report = audit(block, inputs, run=False, dynamic=dynamic)
     return sum(a.clone.elements for a in report.clones if a.clone)
 
 

@@ -196,8 +196,7 @@ def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun
 def summary(outcome: Outcome[LayerRun]) -> dict[str, Any]:
     """What matters of an outcome, in plain JSON types, free of times, paths and rounding."""
     if outcome.value is None:
-        # A CUDA error goes on over several lines, with advice.
-        return {"ended": outcome.describe().splitlines()[0]}
+        return {"ended": outcome.describe()}
     run = outcome.value
     wrong = {o: run.value_origins.count(o) for o in ("neighbour", "keys", "other")}
     return {

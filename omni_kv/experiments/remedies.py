@@ -151,7 +151,7 @@ def _try(
                 torch._dynamo.mark_static_address(pool)
         return pools
 
-    report = audit(fn, *arguments(0), inputs, run=False, dynamic=dynamic)
+    report = audit(fn, (*arguments(0), inputs), run=False, dynamic=dynamic)
     clones = [argument.clone.elements for argument in report.clones if argument.clone]
     compiled = compiled_afresh(fn, dynamic)
 

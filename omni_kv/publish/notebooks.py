@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import sys
@@ -241,35 +240,3 @@ def _last_line(error: Exception) -> str:
     name = getattr(error, "ename", None) or type(error).__name__
     text = str(getattr(error, "evalue", error)).strip().splitlines()
     return f"{name}: {text[-1].strip()}" if text else name
-
-
-def write_pages(executed: Path, out: Path) -> Path:
-    """Turn executed notebooks into web pages with an index.
-
-    Args:
-        executed: Folder with executed notebooks.
-        out: Folder of the report; the pages go to `out/html`.
-
-    Returns:
-        The index page.
-
-    Raises:
-        Refused: If there are no executed notebooks.
-    """
-    from nbconvert import HTMLExporter
-
-    notebooks = sorted(executed.glob("*.ipynb"))
-    if not notebooks:
-        raise Refused(f"there are no executed notebooks in {executed}; run `omni-kv run` first")
-    pages = out / "html"
-    pages.mkdir(parents=True, exist_ok=True)
-    links = []
-    for notebook in notebooks:
-        body, _ = HTMLExporter().from_filename(str(notebook))
-        page = pages / f"{notebook.stem}.html"
-        page.write_text(body, encoding="utf-8")
-        links.append(f'<li><a href="{page.name}">{html.escape(notebook.stem)}</a></li>')
-    index = pages / "index.html"
-    style = "<meta charset='utf-8'><title>omni_kv</title><h1>omni_kv</h1>"
-    index.write_text(f"<!doctype html>{style}<ol start='0'>{''.join(links)}</ol>", encoding="utf-8")
-    return index

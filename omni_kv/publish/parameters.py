@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
+import contextlib
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
+from pydantic import TypeAdapter, ValidationError
 
 
 class Refused(ValueError):
@@ -114,43 +116,27 @@ def parse_value(parameter: Parameter, text: str) -> Any:
         Refused: If the text is no value of that type.
     """
     wanted = parameter.annotation or type(parameter.default).__name__
-    optional = re.fullmatch(r"(?:typing\.)?Optional\[(.*)\]", wanted)
-    kinds = [optional[1], "None"] if optional else [kind.strip() for kind in wanted.split("|")]
+    adapter = TypeAdapter(_type(wanted))
+    # `validate_strings` knows neither None nor lists, and takes 5 for text where int would do.
+    literal = None if text.lower() == "none" else _literal(text)
+    if isinstance(literal, str) or (literal is None and text.lower() != "none"):
+        literal = text
+    with contextlib.suppress(ValidationError):
+        return adapter.validate_python(literal, strict=True)
+    try:
+        return adapter.validate_strings(text)
+    except ValidationError as error:
+        raise Refused(f"parameter {parameter.name!r} takes {wanted}, not {text!r}") from error
+
+
+def _type(wanted: str) -> Any:
+    """The type that an annotation names; any, where it names None alone or is not known here."""
     if wanted == "NoneType":
-        kinds = ["Any"]
-    for kind in sorted(kinds, key=lambda k: k == "str"):  # text takes everything: try it last
-        value = _parse_as(kind, text)
-        if value is not _NO:
-            return value
-    raise Refused(f"parameter {parameter.name!r} takes {wanted}, not {text!r}")
-
-
-_NO = object()
-
-
-def _parse_as(kind: str, text: str) -> Any:
-    """`text` as a `kind`, or `_NO`."""
-    plain = re.sub(r"^typing\.|\[.*", "", kind, flags=re.DOTALL)
-    if plain == "str":
-        return text
-    if plain == "None":
-        return None if text.lower() == "none" else _NO
-    if plain == "bool":
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        return words.get(text.lower(), _NO)
-    if plain in ("int", "float"):
-        try:
-            return int(text) if plain == "int" else float(text)
-        except ValueError:
-            return _NO
-    value = _literal(text)
-    if plain == "Literal":
-        choices = _literal(f"({kind.partition('[')[2].removesuffix(']')},)") or ()
-        return next((choice for choice in choices if choice in (text, value)), _NO)
-    containers = {"list": list, "tuple": tuple, "dict": dict, "List": list, "Dict": dict}
-    if plain in containers:
-        return value if isinstance(value, containers[plain]) else _NO
-    return text if value is None and text != "None" else value
+        return Any
+    try:
+        return eval(wanted, {**vars(typing), "typing": typing})
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return Any
 
 
 def _check_preset(value: Any) -> None:

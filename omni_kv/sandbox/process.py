@@ -63,7 +63,8 @@ class Outcome(Generic[T]):
         if self.status == "killed":
             return f"killed by {self.signal}"
         if self.status == "raised":
-            return f"raised {self.error}"
+            # A CUDA error goes on over several lines, with advice.
+            return f"raised {(self.error or '').partition(chr(10))[0]}"
         return self.status
 
     def frames(self) -> list[str]:
@@ -301,12 +302,16 @@ def _share_precompiled_headers(tmp: Path) -> None:
     torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
     no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    headers = home / "omni-kv" / "precompiled_headers"
-    headers.mkdir(parents=True, exist_ok=True)
-    default_cache = tmp / f"torchinductor_{getpass.getuser()}"
-    default_cache.mkdir()
-    (default_cache / "precompiled_headers").symlink_to(headers)
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        headers = home / "omni-kv" / "precompiled_headers"
+        headers.mkdir(parents=True, exist_ok=True)
+        default_cache = tmp / f"torchinductor_{getpass.getuser()}"
+        default_cache.mkdir()
+        (default_cache / "precompiled_headers").symlink_to(headers)
+    except (OSError, KeyError, RuntimeError):
+        # A home that cannot be written, or a user without an entry: the child is slower.
+        return
 
 
 def _child(folder: Path, parent: int) -> None:

@@ -26,6 +26,10 @@ MEMORIES: tuple[Memory, ...] = ("filled on both sides", "unmapped behind", "unma
 BEHIND, IN_FRONT = 0x5B, 0x6A
 
 
+#: Bytes of the largest filled neighbourhood, so that memory use stays in proportion.
+ROOM = 1 << 26
+
+
 @dataclass(frozen=True)
 class View:
     """A view and its base: whether inputs have a common base decides how they are merged."""
@@ -63,7 +67,7 @@ def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], 
     Args:
         values: graph inputs; what is not a CPU tensor stays as it is.
         memory: what surrounds each storage. A filled neighbourhood is as large as the storage on
-            either side and ends at unmapped pages.
+            either side, up to ``ROOM``, and ends at unmapped pages.
 
     Returns:
         The inputs over the new memory, and a function that copies every storage back.
@@ -106,9 +110,10 @@ def _surround(source: torch.Tensor, memory: Memory) -> torch.Tensor:
     """A copy of the bytes of a storage, in memory of its own."""
     size = source.numel()
     # What is not to be unmapped is mapped for as far as the storage is large, so that a read there
-    # never depends on what else the process has mapped.
-    before = 0 if memory == "unmapped in front" else size
-    after = 0 if memory == "unmapped behind" else size
+    # never depends on what else the process has mapped; beyond ROOM it meets an unmapped page.
+    room = min(size, ROOM)
+    before = 0 if memory == "unmapped in front" else room
+    after = 0 if memory == "unmapped behind" else room
     guard: Literal["after", "before"] = "before" if memory == "unmapped in front" else "after"
     region = map_region((size,), torch.uint8, guard=guard, before=before, after=after)
     region.before.fill_(IN_FRONT)

@@ -1,5 +1,7 @@
 import json
+import re
 
+import nbformat
 import pytest
 
 from omni_kv.evidence import claims
@@ -22,11 +24,21 @@ def test_the_records_do_not_contradict_the_claim(claim):
     assert claim.contradictions() == []
 
 
-def test_every_tested_claim_names_a_notebook_that_exists():
-    stems = [path.stem for path in notebooks_dir().glob("*.ipynb")]
+def headings(path):
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(c.source for c in cells if c.cell_type == "markdown")
+    return {line.lower() for line in re.findall(r"^#+ +(.+?) *$", text, re.M)}
+
+
+def test_every_reference_names_a_heading_of_its_notebook():
+    known = {path.stem: headings(path) for path in notebooks_dir().glob("*.ipynb")}
+    wrong = []
     for claim in claims.load():
-        if claim.verdict != "not tested here":
-            assert any(claim.experiment.startswith(stem) for stem in stems), claim.id
+        for reference in filter(None, claim.experiment.split("; ")):
+            stem, _, heading = reference.partition(": ")
+            if heading.lower() not in known.get(stem, ()):
+                wrong.append((claim.id, reference))
+    assert wrong == []
 
 
 def test_a_list_stands_for_its_median_and_a_ratio_for_two_entries(data):

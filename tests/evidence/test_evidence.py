@@ -151,7 +151,8 @@ def test_rollout_figures_follow_from_the_samples() -> None:
         eager = statistics.median(steady[backend, "eager", "separate"])
         assert row["chunk, s"] == pytest.approx(median, abs=6e-4)
         assert row["RTF"] == pytest.approx(median / 0.75, abs=6e-3)
-        assert row["against eager"] == f"{eager / median:.2f}x"
+        wrong = (mode, layout) == ("compiled", "shared")
+        assert row["against eager"] == ("" if wrong else f"{eager / median:.2f}x")
         assert row["spread"] == f"{100 * (max(seconds) - min(seconds)) / median:.2f}%"
 
 
@@ -194,7 +195,7 @@ def test_titles_follow_from_the_samples() -> None:
     fastest = parts[min(parts, key=lambda name: parts[name].sum())]
     share = 100 * (fastest["attention"] + fastest["matrix products"]) / fastest.sum()
     title = gpu_figures.parts_figure(evidence.load("step")).axes[0].get_title(loc="left")
-    assert title == f"Attention and matrix products take {share:.0f}% of the fastest step"
+    assert f"{share:.0f}% of the device time" in title
     peak: dict[str, list[int]] = {"separate": [], "shared": []}
     for cell in raw("rollout"):
         if cell["mode"] == "compiled":
@@ -207,7 +208,9 @@ def test_titles_follow_from_the_samples() -> None:
     figure = gpu_figures.latency_figure(evidence.load("rollout"), GEOMETRY)
     title = figure.axes[0].get_title(loc="left")
     assert title.startswith("From chunk 6 on the window is full")
-    assert title.endswith(f"compiled latency stays within {max(spreads):.1f}%")
+    assert title.endswith(f"stays within {max(spreads):.1f}%")
+    drawn = [line.get_label() for line in figure.axes[0].lines]
+    assert not any("shared" in label for label in drawn if not label.startswith("_"))
     more = (min(peak["shared"]) - min(peak["separate"])) / 2**30
     title = gpu_figures.memory_figure(evidence.load("rollout")).axes[0].get_title(loc="left")
     assert title == f"Shared halves take {more:.1f} GiB more at the peak"

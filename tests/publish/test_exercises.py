@@ -19,7 +19,7 @@ FENCE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
-    exercises.forget()
+    exercises._tries.clear()
 
 
 def asked(path: Path) -> list[tuple[str, str]]:

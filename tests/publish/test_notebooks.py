@@ -235,17 +235,3 @@ def test_a_notebook_that_fails_is_not_stored(write_notebook) -> None:
     (ran,) = nb.store([path])
     assert "ZeroDivisionError" in (ran.failure or "")
     assert path.read_text() == before
-
-
-def test_pages_have_an_index_that_links_them(write_notebook, tmp_path) -> None:
-    path = write_notebook("01", "print('hello')")
-    nb.run(plan([path], []), tmp_path / "out")
-    index = nb.write_pages(tmp_path / "out", tmp_path / "report")
-    assert 'href="01.html"' in index.read_text()
-    assert "hello" in (index.parent / "01.html").read_text()
-
-
-def test_no_executed_notebooks_make_no_pages(tmp_path) -> None:
-    with pytest.raises(Refused, match="run `omni-kv run` first"):
-        nb.write_pages(tmp_path, tmp_path / "report")
-    assert not (tmp_path / "report").exists()

@@ -1,8 +1,7 @@
-"""Is a cached artefact reused for inputs that share their storages in another way?
+"""Is a cached artifact reused for inputs that share their storages in another way?
 
-Process 1 compiles for two halves of one allocation. Process 2 finds its cache and runs over two
-allocations with unmapped memory before and behind each. Process 3 does the same with an empty
-cache. Exits with 0 if processes 2 and 3 survive with right results, with 1 if not.
+Process 1 compiles for two halves of one allocation. Processes 2 (with its cache) and 3 run over two
+allocations, each in unmapped memory. Exits with 0 if both survive with right results, else with 1.
 """
 
 import ctypes
@@ -14,8 +13,7 @@ import tempfile
 
 import torch
 
-ROWS, COLS = 256, 64  # a half is 64 KiB, whole pages everywhere
-HALF = ROWS * COLS * 4
+ROWS, COLS, HALF = 256, 64, 256 * 64 * 4  # a half is 64 KiB, whole pages everywhere
 
 
 @torch.library.custom_op("repro::write", mutates_args=("keys", "values"))
@@ -29,10 +27,6 @@ def step(keys, values, x):
     write(keys, values, x)
 
 
-def in_halves():
-    return torch.frombuffer(bytearray(3 * HALF), dtype=torch.float32, count=HALF // 2).view(2, -1)
-
-
 def guarded():
     memory = mmap.mmap(-1, 3 * HALF)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -41,10 +35,11 @@ def guarded():
     return torch.frombuffer(memory, dtype=torch.float32, count=HALF // 4, offset=HALF)
 
 
-def run(make_keys_and_values, cache):
+def run(layout, cache):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    keys, values = (half.view(ROWS, COLS) for half in make_keys_and_values())
-    step(keys, values, torch.ones(COLS))
+    kv = torch.frombuffer(bytearray(3 * HALF), dtype=torch.float32, count=HALF // 2).view(2, -1)
+    keys, values = kv if layout == "halves" else (guarded(), guarded())
+    step(keys.view(ROWS, COLS), values.view(ROWS, COLS), torch.ones(COLS))
     sys.exit(0 if keys.sum() == COLS == -values.sum() else 1)
 
 
@@ -58,9 +53,7 @@ def exit_code(*args):
 if __name__ == "__main__":
     print(f"torch {torch.__version__}; exit codes of the processes, negative: killed by a signal")
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as empty:
-        print(f"1. halves of one allocation: {exit_code(in_halves, cache)}")
-        stale = exit_code(lambda: (guarded(), guarded()), cache)
-        print(f"2. two allocations, cache of process 1: {stale}")
-        fresh = exit_code(lambda: (guarded(), guarded()), empty)
-        print(f"3. two allocations, empty cache: {fresh}")
+        print("1. halves of one allocation:", exit_code("halves", cache))
+        print("2. two allocations, cache of process 1:", stale := exit_code("separate", cache))
+        print("3. two allocations, empty cache:", fresh := exit_code("separate", empty))
     sys.exit(1 if stale or fresh else 0)

@@ -1,8 +1,7 @@
 """Is a compiled function recompiled when its inputs no longer share a storage?
 
-One process, no cache on disk: the first call gets two halves of one allocation, the second gets
-two allocations with unmapped memory before and behind each. Exits with 0 if the second call
-survives with right results, with 1 if not.
+The first call gets two halves of one allocation, the second two allocations in unmapped memory.
+Exits with 0 if the second survives with right results, with 1 if not.
 """
 
 import ctypes
@@ -14,8 +13,7 @@ import tempfile
 
 import torch
 
-ROWS, COLS = 256, 64  # a half is 64 KiB, whole pages everywhere
-HALF = ROWS * COLS * 4
+ROWS, COLS, HALF = 256, 64, 256 * 64 * 4  # a half is 64 KiB, whole pages everywhere
 
 
 @torch.library.custom_op("repro::write", mutates_args=("keys", "values"))
@@ -34,7 +32,7 @@ def guarded():
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for guard in (start, start + 2 * HALF):  # 0 is PROT_NONE
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), HALF, 0) == 0
-    return torch.frombuffer(memory, dtype=torch.float32, count=HALF // 4, offset=HALF)
+    return torch.frombuffer(memory, dtype=torch.float, offset=HALF, count=HALF // 4).view(ROWS, -1)
 
 
 def run(cache, first):
@@ -42,8 +40,7 @@ def run(cache, first):
     if first == "halves":
         kv = torch.frombuffer(bytearray(3 * HALF), dtype=torch.float32, count=HALF // 2)
         step(*kv.view(2, ROWS, COLS), torch.ones(COLS))
-    keys, values = (guarded().view(ROWS, COLS) for _ in range(2))
-    step(keys, values, torch.ones(COLS))
+    step(keys := guarded(), values := guarded(), torch.ones(COLS))
     sys.exit(0 if keys.sum() == COLS == -values.sum() else 1)
 
 
@@ -52,13 +49,11 @@ def exit_code(first):
         process = multiprocessing.get_context("fork").Process(target=run, args=(cache, first))
         process.start()
         process.join()
-        return process.exitcode
+    return process.exitcode
 
 
 if __name__ == "__main__":
     print(f"torch {torch.__version__}; exit codes of the processes, negative: killed by a signal")
-    alone = exit_code("nothing")
-    print(f"two allocations: {alone}")
-    after = exit_code("halves")
-    print(f"two halves of one allocation, then two allocations: {after}")
+    print("two allocations:", alone := exit_code("nothing"))
+    print("halves of one allocation, then two allocations:", after := exit_code("halves"))
     sys.exit(1 if alone or after else 0)

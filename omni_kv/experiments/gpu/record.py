@@ -39,6 +39,7 @@ from omni_kv.experiments.gpu import trials as gpu_trials
 from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
+from omni_kv.experiments.gpu.pytorch_tests import compare_tests, test_files
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
 from omni_kv.model.attention import BackendError, choose_backend
@@ -106,6 +107,9 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         for repeat in range(REPEATS)
         for label in guarded_cases(plan.device)
     ]
+    found["pytorch-tests"] = [
+        Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
+    ]
     if plan.device != "cpu":
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
     found["step"] = [
@@ -135,7 +139,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
 
 
 def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Record]:
-    """What notebook 06 shows: on a CPU what was recorded, else what is measured now.
+    """What notebooks 06 and 07 show: on a CPU what was recorded, else what is measured now.
 
     The preset ``tiny`` is measured now on a CPU, too: it shows that the machinery works. What
     takes minutes (compute-sanitizer, the trials, the pieces) is always read from the record.
@@ -149,7 +153,7 @@ def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Re
         EvidenceError: if something was never recorded, or with another preset.
         RuntimeError: if a measurement failed.
     """
-    recorded = ("sanitizer", "segments-alone", "trials", "bench")
+    recorded = ("sanitizer", "segments-alone", "trials", "bench", "guarded", "overlap-check")
     measured = ("crash", "segments", "stale-cache")
     if device == "cpu" and preset_name != "tiny":
         return {
@@ -160,7 +164,7 @@ def records_for(device: str, preset_name: str, folder: str = "") -> dict[str, Re
     backend = choose_backend("auto", geometry, device)
     chunks = geometry.first_full_chunk + 3
     plan = Plan(geometry, device, (backend,), samples=3, chunks=chunks)
-    command = f"notebook 06_measure_the_fix, device={device}, preset={preset_name}"
+    command = f"notebooks 06 and 07, device={device}, preset={preset_name}"
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as temporary:
         out = Path(folder or temporary)
         record(plan, provenance(device, command), out, (*measured, "live"), _say)
@@ -196,7 +200,8 @@ def record_command(
     origin = provenance(device, command_line())
     plan = Plan(geometry, device, _backends(geometry, device))
     folder = out or data_dir() / "evidence" / folder_name(origin)
-    wanted = names or [name for name in experiments(plan) if name != "live"]
+    # Without test files there is nothing to record of them.
+    wanted = names or [n for n, units in experiments(plan).items() if units and n != "live"]
     record(plan, origin, folder, wanted, say)
     return [name for name in wanted if not (folder / f"{name}.json").exists()]
 
@@ -338,6 +343,10 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
+
+
+def _pytorch_tests(path: Path) -> list[Strict]:
+    return [compare_tests(path, "overlap_check")]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:

@@ -53,10 +53,5 @@ def check(name: str, answer: Any = ...) -> None:
         print("Those were all the hints. The worked answer is below the cell.")
 
 
-def forget() -> None:
-    """Start counting tries anew."""
-    _tries.clear()
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "no message").rstrip(".")

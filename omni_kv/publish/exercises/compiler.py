@@ -29,7 +29,7 @@ def one_allocation(
         return False, "the pools overlap: filling V changed K"
     with torch.no_grad():
         inputs = inputs_for(placements((slots, heads, dim))["separate"])
-        report = audit(call_op, key, value, inputs, run=False, dynamic=False)
+        report = audit(call_op, (key, value, inputs), run=False, dynamic=False)
     if report.clones:
         told = ", ".join(f"{a.name} is cloned: {a.cause}" for a in report.clones)
         return False, told

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from omni_kv.experiments.cause import Measurement
 from omni_kv.experiments.hypotheses import ADDRESSED_AT, DECIDED_AT, STAGES, Finding
-from omni_kv.publish.figures.pools import BLUE, DARK, GREEN, LIGHT, ORANGE, RED, SKY, STYLE
+from omni_kv.publish.figures.pools import CLONE, DARK, KEY, LIGHT, OUTSIDE, PINK, STYLE, VALUE
 
 
 def hypothesis_stages(findings: Sequence[Finding]) -> Figure:
@@ -25,7 +25,7 @@ def hypothesis_stages(findings: Sequence[Finding]) -> Figure:
             guilty = stage in (DECIDED_AT, ADDRESSED_AT)
             ax.add_patch(
                 Rectangle(
-                    (0, row + 0.08), 4, 0.84, facecolor=ORANGE if guilty else LIGHT, edgecolor=DARK
+                    (0, row + 0.08), 4, 0.84, facecolor=PINK if guilty else LIGHT, edgecolor=DARK
                 )
             )
             ax.text(2, row + 0.5, stage, ha="center", va="center", fontsize=9)
@@ -51,7 +51,7 @@ def hypothesis_stages(findings: Sequence[Finding]) -> Figure:
         ax.set(xlim=(0, 9), ylim=(len(STAGES), 0))
         ax.set_axis_off()
         away = sum(f.hypothesis.acts_at not in (DECIDED_AT, ADDRESSED_AT) for f in findings)
-        ax.set_title(f"{away} of {len(findings)} hypotheses act where nothing is decided")
+        ax.set_title(f"{away} of {len(findings)} hypotheses act elsewhere than the fault")
     return fig
 
 
@@ -79,11 +79,12 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
             unit = p.numel
             blocks = [(0.0, p.storage_numel / unit, LIGHT, "")]
             if p.one_allocation:
-                blocks.append((p.key_offset / unit, 1.0, SKY, "K"))
-            blocks.append((p.value_offset / unit, 1.0, GREEN, "V"))
+                blocks.append((p.key_offset / unit, 1.0, KEY, "K"))
+            blocks.append((p.value_offset / unit, 1.0, VALUE, "V"))
             for start, length, color, name in blocks:
                 ax.add_patch(Rectangle((start, row), length, 0.42, facecolor=color, edgecolor=DARK))
-                ax.text(start + length / 2, row + 0.21, name, ha="center", va="center")
+                ink = "w" if color == KEY else DARK
+                ax.text(start + length / 2, row + 0.21, name, ha="center", va="center", color=ink)
             if m.counts_from is None:
                 ax.text(0.02, row + 0.64, "no clone: written in place", va="center", fontsize=9)
                 continue
@@ -91,7 +92,7 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
             end = start + m.extent
             inside = min(end, p.storage_numel)
             ax.add_patch(
-                Rectangle((start / unit, row + 0.5), (inside - start) / unit, 0.26, facecolor=BLUE)
+                Rectangle((start / unit, row + 0.5), (inside - start) / unit, 0.26, facecolor=CLONE)
             )
             if end > inside:
                 ax.add_patch(
@@ -99,7 +100,7 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
                         (inside / unit, row + 0.5),
                         (end - inside) / unit,
                         0.26,
-                        facecolor=RED,
+                        facecolor=OUTSIDE,
                         hatch="///",
                         edgecolor="w",
                     )
@@ -116,8 +117,10 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
         ax.spines["left"].set_visible(False)
         ax.tick_params(axis="y", length=0)
         handles = [
-            Patch(facecolor=BLUE, label="the clone reads"),
-            Patch(facecolor=RED, hatch="///", edgecolor="w", label="... outside the allocation"),
+            Patch(facecolor=CLONE, label="the clone reads"),
+            Patch(
+                facecolor=OUTSIDE, hatch="///", edgecolor="w", label="... outside the allocation"
+            ),
         ]
         fig.legend(handles=handles, loc="outside lower center", ncols=2)
     return fig
@@ -126,4 +129,4 @@ def measured_extents(measurements: Sequence[Measurement]) -> Figure:
 def _extents_title(outside_most: float) -> str:
     if not outside_most:
         return "Every clone stays inside its allocation"
-    return f"The clone reads up to {outside_most:.3g} x V's size beyond the allocation"
+    return f"Up to {outside_most:.3g} x V's size is read beyond the allocation"

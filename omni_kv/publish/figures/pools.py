@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -26,11 +26,14 @@ BLUE, ORANGE, GREEN, RED, PINK, SKY = (
 )
 LIGHT, DARK = "#EEEEEE", "#222222"
 
+#: What a figure shows has one colour in all of them.
+KEY, VALUE, CLONE, OUTSIDE = BLUE, SKY, ORANGE, RED
+
 #: Colour, hatch and meaning of each origin of a slot of V; hatches tell them apart in grey.
 ORIGINS: dict[Origin, tuple[str, str, str]] = {
-    "right": (SKY, "", "right"),
-    "neighbour": (RED, "///", "memory outside the pool"),
-    "keys": (ORANGE, "\\\\\\", "the same slot of K"),
+    "right": (VALUE, "", "right"),
+    "neighbour": (OUTSIDE, "///", "memory outside the pool"),
+    "keys": (KEY, "\\\\\\", "the same slot of K"),
     "other": (DARK, "", "something else"),
 }
 
@@ -45,8 +48,8 @@ def window_over_chunks(geometry: Geometry, chunks: int) -> Figure:
     used = geometry.visible_frames
     kinds = {
         "sink": (GREEN, "", "sink, never evicted"),
-        "window": (SKY, "", "window"),
-        "current": (ORANGE, "///", "the chunk being denoised"),
+        "window": ("#9BD5C0", "", "window"),
+        "current": (PINK, "///", "the chunk being denoised"),
         "empty": (LIGHT, "", "not written yet"),
     }
     with plt.style.context(STYLE):
@@ -74,8 +77,7 @@ def window_over_chunks(geometry: Geometry, chunks: int) -> Figure:
             yticklabels=[str(c) for c in range(chunks)],
             xlabel=f"place in the pool (latent frames of {geometry.tokens_per_frame:,} slots)",
             ylabel="chunk",
-            title=f"From chunk {geometry.first_full_chunk} on the window is full: "
-            "each chunk overwrites the oldest frames",
+            title=_window_title(geometry, chunks),
         )
         handles = [
             Patch(facecolor=c, hatch=h, edgecolor="w", label=n) for c, h, n in kinds.values()
@@ -84,11 +86,25 @@ def window_over_chunks(geometry: Geometry, chunks: int) -> Figure:
     return fig
 
 
-def value_rows(outcomes: Mapping[str, Outcome[LayerRun]]) -> Figure:
+def _window_title(geometry: Geometry, chunks: int) -> str:
+    pools = [frames_in_pool(geometry, chunk)[: geometry.visible_frames] for chunk in range(chunks)]
+    overwrites = [
+        chunk
+        for chunk in range(1, chunks)
+        if any(
+            a is not None and a != b for a, b in zip(pools[chunk - 1], pools[chunk], strict=True)
+        )
+    ]
+    title = f"Chunk {geometry.first_full_chunk} is the first that sees a full window"
+    return f"{title}; chunk {overwrites[0]} the first that overwrites" if overwrites else title
+
+
+def value_rows(outcomes: Mapping[str, Outcome[LayerRun]], written: Sequence[int] = ()) -> Figure:
     """Draw each run's V pool as a strip, one column a slot, coloured by where its values come from.
 
     Args:
         outcomes: runs by label; a run that died shows how.
+        written: slots that the op itself wrote; marked by a line on top of each strip.
     """
     with plt.style.context(STYLE):
         fig, axes = plt.subplots(
@@ -109,6 +125,8 @@ def value_rows(outcomes: Mapping[str, Outcome[LayerRun]]) -> Figure:
                 ax.add_patch(
                     Rectangle((start, 0), length, 1, facecolor=color, hatch=hatch, edgecolor="w")
                 )
+            slots = [slot + 0.5 for slot in written]
+            ax.plot(slots, [1.0] * len(slots), "s", color=DARK, markersize=3, clip_on=False)
         axes[-1, 0].set_xlabel("slot of the V pool")
         handles = [
             Patch(facecolor=c, hatch=h, edgecolor="w", label=name)

@@ -1,0 +1,318 @@
+"""What runs in the child process: compiled against eager, in memory whose surroundings are known.
+
+The child compiles without running anything, then forks once for each run: a run that reads an
+unmapped page kills its own fork and nothing else, and one compilation serves all of them. Within a
+fork every tensor that enters a compiled graph is laid anew: storages keep their size, and tensors
+that share one keep sharing it at their offsets. What lies around a storage is either unmapped or
+filled with values that are recognised when they turn up in a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from omni_kv.audits.differences import bits_of, difference_of
+from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
+from omni_kv.audits.report import Comparison, Result, Run
+from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
+from omni_kv.lens.fresh import recompilable
+from omni_kv.lens.graph import input_name
+from omni_kv.sandbox.process import graph_caches_off, run_forked
+from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
+
+
+def cause_line(error: BaseException) -> str:
+    """The line of an error that says what is wrong, without the compiler's advice around it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    for number, line in enumerate(lines):
+        if "Explanation:" in line:
+            return line.split("Explanation:", 1)[1].strip()
+        if line.startswith("backend=") and number + 1 < len(lines):
+            return lines[number + 1]
+    return lines[0]
+
+
+def first_line(text: str) -> str:
+    """The first line of a message."""
+    return text.strip().splitlines()[0] if text.strip() else "no message"
+
+
+class _Hold(BaseException):
+    """Ends a call of the compiled callable before any compiled code has run."""
+
+
+class _Backend:
+    """Inductor, with a hand on the compiled function: held at first, then run in laid memory."""
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.fn = fn
+        self.options = options
+        self.memory: Memory | None = None
+        self.inputs: dict[str, torch.Tensor] = {}
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        nodes = gm.graph.find_nodes(op="placeholder")
+        names = [input_name(node, self.fn) for node in nodes]
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=self.options or None)
+
+        def call(*inputs: Any) -> Any:
+            if self.memory is None:
+                tensors = zip(names, inputs, strict=True)
+                self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
+                raise _Hold
+            laid, write_back = lay(inputs, self.memory)
+            results = compiled(*laid)
+            write_back()
+            back = partial(_back, inputs=inputs, laid=laid)
+            return pytree.tree_map_only(torch.Tensor, back, results)
+
+        return call
+
+
+def _back(result: torch.Tensor, inputs: Sequence[Any], laid: Sequence[Any]) -> torch.Tensor:
+    """A result that lies in laid memory, as the same part of what was given."""
+    pairs = [
+        (given, copy)
+        for given, copy in zip(inputs, laid, strict=True)
+        if isinstance(copy, torch.Tensor) and copy is not given
+    ]
+    for given, copy in pairs:
+        if result is copy:
+            return given
+    for given, copy in pairs:
+        if result.untyped_storage()._cdata == copy.untyped_storage()._cdata:
+            view = given if result.dtype == given.dtype else given.view(result.dtype)
+            return view.as_strided(result.shape, result.stride(), result.storage_offset())
+    return result
+
+
+def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
+    """Do the jobs in turn; one that fails leaves the others alone."""
+    torch.set_num_threads(1)
+    done = []
+    for parcel in parcels:
+        try:
+            job = parcel.job()
+            with _as_the_caller(job):
+                done.append(_do(job))
+        except Exception as error:
+            traceback.print_exc()
+            how = _hinted(cause_line(error))
+            done.append([Comparison(label=n, result="raised", how=how) for n in parcel.labels])
+    return done
+
+
+@contextlib.contextmanager
+def _as_the_caller(job: Job) -> Iterator[None]:
+    """The caller's modes and configuration of the compiler; no graphs out of caches."""
+    with contextlib.ExitStack() as stack:
+        for module, changes in job.config.items():
+            stack.enter_context(CONFIGS[module].patch(changes))  # type: ignore[attr-defined]
+        stack.enter_context(graph_caches_off())
+        stack.enter_context(torch.set_grad_enabled(job.grad))
+        if job.inference:
+            stack.enter_context(torch.inference_mode())
+        yield
+
+
+def _do(job: Job) -> list[Comparison]:
+    """Compile for each call of the series, and compare those that have a label."""
+    backend = _Backend(job.fn, job.settings.options)
+    dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
+    compiled = torch.compile(recompilable(job.fn)[0], backend=backend, dynamic=dynamic)
+    comparisons: list[Comparison] = []
+    for (args, kwargs), label in zip(job.calls(), job.labels, strict=True):
+        backend.memory = None
+        backend.inputs.clear()
+        call = _Call(job.fn, args, kwargs, backend)
+        try:
+            with contextlib.suppress(_Hold):
+                compiled(*args, **kwargs)
+        except Exception as error:
+            failed = call.not_compiled(error)
+            left = [label for label in job.labels[len(comparisons) :] if label]
+            return comparisons + [failed.model_copy(update={"label": name}) for name in left]
+        if label is not None:
+            comparison = call.compare(compiled)
+            comparisons.append(comparison.model_copy(update={"label": label}))
+    return comparisons
+
+
+class _Call:
+    """One call, and what it can return or change."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        backend: _Backend,
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.backend = fn, args, kwargs, backend
+
+    def not_compiled(self, error: Exception) -> Comparison:
+        """What to say of a call that does not compile: it matters whether eager works."""
+        self._look()
+        how = _hinted(cause_line(error))
+        status, expected = self._eagerly()
+        if expected is None:
+            return Comparison(label="", result="raised", how=f"eager raises, too: {status}")
+        how = f"compiled raises where eager works: {how}"
+        return Comparison(label="", result="raised", how=how, eager_works=True)
+
+    def compare(self, compiled: Callable[..., Any]) -> Comparison:
+        """Run eagerly and compiled, each in a fork, and say where the two disagree."""
+        self._look()
+        status, expected = self._eagerly()
+        note = ""
+        if expected is not None and (blank := _blank(self.named, expected.values)):
+            status, expected, note = self._filled(blank, status, expected)
+        if expected is None:
+            return self._eager_raised(compiled, status)
+        runs = []
+        for memory in MEMORIES:
+            self.backend.memory = memory
+            how, got = _fork(partial(self._call, compiled))
+            runs.append(_judge(memory, how, self.before, expected, got))
+            if got is not None:
+                note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
+        comparison = _comparison(runs)
+        if comparison.result == "differs" and self._draws(expected):
+            how = "it draws random numbers: what differs cannot be told from the draw"
+            comparison = Comparison(label="", result="not run", how=how, runs=runs)
+        changed = [name for name in expected.values if name not in expected.places]
+        return comparison.model_copy(update={"changed": changed, "note": note})
+
+    def _look(self) -> None:
+        """Name the tensors that the call can change, and keep their values."""
+        self.named = {
+            **state_of(self.fn),
+            **self.backend.inputs,
+            **named_tensors(self.fn, self.args, self.kwargs),
+        }
+        self._remember()
+
+    def _remember(self) -> None:
+        self.before = {name: tensor.detach().clone() for name, tensor in self.named.items()}
+
+    def _eagerly(self, seed: int = 0) -> tuple[str, Seen | None]:
+        """Call without the compiler, also where a part of the callable was compiled before."""
+
+        def work() -> Seen:
+            with torch.compiler.set_stance("force_eager"):
+                return self._call(self.fn, seed)
+
+        return _fork(work)
+
+    def _call(self, fn: Callable[..., Any], seed: int = 0) -> Seen:
+        torch.manual_seed(seed)
+        return seen_of(fn(*self.args, **self.kwargs), self.named, self.before)
+
+    def _draws(self, expected: Seen) -> bool:
+        """Whether the eager call depends on the state of the random generator."""
+        _, other = self._eagerly(seed=1)
+        return other is not None and any(
+            name not in other.values or not torch.equal(bits_of(value), bits_of(other.values[name]))
+            for name, value in expected.values.items()
+        )
+
+    def _filled(
+        self, blank: list[str], status: str, expected: Seen
+    ) -> tuple[str, Seen | None, str]:
+        """Fill pools that hold one value all over: foreign values could not be told from theirs.
+
+        What was given stays where the callable does not take random numbers.
+        """
+        generator = torch.Generator().manual_seed(0)
+        given = {name: self.named[name].detach().clone() for name in blank}
+        for name in blank:
+            values = torch.randn(self.named[name].shape, generator=generator)
+            self.named[name].detach().copy_(values)
+        self._remember()
+        with_random, filled = self._eagerly()
+        if filled is not None:
+            return with_random, filled, ""
+        for name, values in given.items():
+            self.named[name].detach().copy_(values)
+        self._remember()
+        note = f"{', '.join(blank)} hold one value everywhere, and it takes no other: foreign "
+        return status, expected, note + "zeros in there would not be seen"
+
+    def _eager_raised(self, compiled: Callable[..., Any], status: str) -> Comparison:
+        self.backend.memory = MEMORIES[0]
+        _, got = _fork(partial(self._call, compiled))
+        if got is not None and not status.startswith("SIG"):
+            how = f"eager raises {status}, and compiled returns"
+            return Comparison(label="", result="differs", how=how)
+        how = f"the eager call itself did not return: {status}"
+        return Comparison(label="", result="raised", how=how)
+
+
+def _hinted(how: str) -> str:
+    return f"{how}. {OWN_MODULE}" if "_OpNamespace" in how else how
+
+
+def _blank(named: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> list[str]:
+    """Mutated tensors of real numbers that hold one value everywhere."""
+    return [
+        name
+        for name, tensor in named.items()
+        if name in changed
+        and tensor.dtype.is_floating_point
+        and tensor.numel() > 1
+        and bool((tensor == tensor.flatten()[0]).all())
+    ]
+
+
+def _comparison(runs: list[Run]) -> Comparison:
+    order: tuple[Result, ...] = ("crashed", "differs", "killed", "raised")
+    worst = next((r for r in order if any(run.result == r for run in runs)), "same")
+    how = next((run.how for run in runs if run.result == worst), "")
+    return Comparison(label="", result=worst, how=how, runs=runs)
+
+
+def _fork(
+    work: Callable[[], Seen],
+) -> tuple[str, Seen | None]:
+    """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
+    outcome = run_forked(work)
+    how = "" if outcome.status == "returned" else first_line(outcome.error or "")
+    return outcome.signal or how, outcome.value
+
+
+def _judge(
+    memory: Memory,
+    status: str,
+    before: dict[str, torch.Tensor],
+    expected: Seen,
+    got: Seen | None,
+) -> Run:
+    if got is None and status == "SIGKILL":
+        # The kernel takes a process that way when memory runs out; a wrong read never ends so.
+        how = "killed from outside (SIGKILL), most likely since memory ran out"
+        return Run(memory=memory, result="killed", how=how)
+    if got is None:
+        crashed = status.startswith("SIG")
+        return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
+    after = {**before, **expected.values}
+    seen = {**before, **got.values}
+    # What neither call touched is equal, and there may be much of it.
+    touched = [name for name in after if name in expected.values or name in got.values]
+    differences = [
+        difference_of(name, after[name], seen[name], before, after)
+        for name in touched
+        if name in seen
+    ]
+    found = [difference for difference in differences if difference is not None]
+    apart = expected.apart(got)
+    result: Result = "differs" if found or apart else "same"
+    return Run(memory=memory, result=result, how="; ".join(apart), differences=found)

@@ -1,0 +1,7 @@
+"""The atlas: what each way to lay out and call KV pools gives, on each torch release.
+
+``cells`` holds the axes and the classification, ``layouts`` the pools and the compiled functions,
+``run`` runs cells in child processes, ``records`` keeps one file a release, ``command`` is the
+command line with an environment a release. The code imports on torch 2.4 and later. Imports
+``sandbox``, ``lens`` and ``evidence``. Public: every name without a leading underscore.
+"""

@@ -1,0 +1,217 @@
+"""The atlas' records: one JSON file a release and kind of device, written and read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from omni_kv.evidence.cells import Strict
+from omni_kv.evidence.records import Provenance, data_dir, replacing
+from omni_kv.evidence.verdicts import VerdictChanged
+from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, CellResult, all_cells
+
+
+class AtlasError(ValueError):
+    """A record cannot be read or does not fit another; one line."""
+
+
+class AtlasRecord(Strict):
+    """The cells of one torch release on one kind of device.
+
+    Attributes:
+        release: version of torch without the local part.
+        kind: ``cpu`` or ``cuda``.
+        recorded: where, when and by which command.
+        seconds: time that the cells took, added up over workers.
+        cells: results, in the order of the axes.
+    """
+
+    release: str
+    kind: str
+    recorded: Provenance
+    seconds: float
+    cells: list[CellResult]
+
+    def by_key(self) -> dict[str, CellResult]:
+        """The results by the key of their cell."""
+        return {result.cell: result for result in self.cells}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the lookup table."""
+
+    layout: str
+    call: str
+    cache: str
+    mode: str
+    release: str
+    outcome: str
+    reason: str
+    advice: str
+
+
+#: Outcomes that nobody should meet, and what helps.
+_ADVICE = {
+    "right": "nothing to do",
+    "right, cloned": "right, but pools are copied on every call: see which layouts are in place",
+    "reads outside": "do not run it compiled: it may crash; use a layout that is in place",
+    "foreign values": "do not run it compiled: a pool is overwritten; use a layout in place",
+    "other pool's values": "do not run it compiled: a pool is overwritten; use a layout in place",
+    "crash": "do not run it compiled; use a layout that is in place",
+    "refuses to compile": "use another layout, or static shapes",
+    "wrong otherwise": "do not run it compiled; use a layout that is in place",
+}
+
+
+def atlas_dir() -> Path:
+    """Where the records that come with the project lie."""
+    return data_dir() / "atlas"
+
+
+def record_path(folder: Path, release: str, kind: str, shard: str | None = None) -> Path:
+    """The file of one release; shards of it have files of their own."""
+    part = f".shard-{shard.replace('/', '-of-')}" if shard else ""
+    return folder / f"torch-{release}-{kind}{part}.json"
+
+
+def read(path: Path) -> AtlasRecord:
+    """Read one record.
+
+    Raises:
+        AtlasError: if it cannot be read or does not fit; the message names the file.
+    """
+    try:
+        return AtlasRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise AtlasError(f"{path}: not a readable JSON file: {error}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise AtlasError(f"{path}: {field}: {first['msg']}") from error
+
+
+def write(record: AtlasRecord, path: Path) -> None:
+    """Write a record in one step."""
+    with replacing(path) as new:
+        text = json.dumps(record.model_dump(mode="json", exclude_none=True), indent=1)
+        new.write_text(text + "\n", encoding="utf-8")
+
+
+def merge(records: Sequence[AtlasRecord]) -> AtlasRecord:
+    """Put shards of one release together.
+
+    Raises:
+        AtlasError: if they are of two releases or devices, or answer a cell twice.
+    """
+    first = records[0]
+    cells: dict[str, CellResult] = {}
+    for record in records:
+        for name in ("release", "kind"):
+            if getattr(record, name) != getattr(first, name):
+                raise AtlasError(f"two of {name}: {getattr(first, name)}, {getattr(record, name)}")
+        if record.recorded.revision != first.recorded.revision:
+            raise AtlasError("the shards were recorded by two revisions of the code")
+        for result in record.cells:
+            if result.cell in cells:
+                raise AtlasError(f"two answers for {result.cell}")
+            cells[result.cell] = result
+    return first.model_copy(
+        update={"cells": list(cells.values()), "seconds": sum(r.seconds for r in records)}
+    )
+
+
+def records(kind: str = "cpu", folder: Path | None = None) -> list[AtlasRecord]:
+    """All records of one kind of device, by release."""
+    paths = (folder or atlas_dir()).glob(f"torch-*-{kind}.json")
+    return sorted((read(path) for path in paths), key=lambda r: by_number(r.release))
+
+
+def by_number(release: str) -> list[int]:
+    """A release as numbers, to sort by."""
+    return [int(part) if part.isdigit() else -1 for part in release.split(".")]
+
+
+def label(result: CellResult) -> str:
+    """The outcome, and for a right one whether pools were copied."""
+    if result.outcome != "right":
+        return result.outcome
+    return {True: "right", False: "right, cloned", None: "right, copies not known"}[result.in_place]
+
+
+def differences(live: Iterable[CellResult], record: AtlasRecord) -> dict[str, tuple[str, str]]:
+    """Cells whose outcome is another one than recorded: by key, as recorded and as measured.
+
+    A cell that the record does not hold counts as ``not recorded``.
+    """
+    known = record.by_key()
+    pairs = {
+        result.cell: (
+            label(known[result.cell]) if result.cell in known else "not recorded",
+            label(result),
+        )
+        for result in live
+    }
+    return {cell: pair for cell, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def hold(live: Iterable[CellResult], record: AtlasRecord) -> str:
+    """Say that the cells are as recorded.
+
+    Raises:
+        VerdictChanged: if one is not; the message names every such cell with both outcomes.
+    """
+    live = list(live)
+    changed = differences(live, record)
+    if changed:
+        lines = [f"{cell}: recorded {was}, now {now}" for cell, (was, now) in changed.items()]
+        raise VerdictChanged(f"not as recorded for torch {record.release}: " + "; ".join(lines))
+    return f"{len(live)} cells: as recorded for torch {record.release}"
+
+
+def lookup_rows(kind: str = "cpu") -> list[Row]:
+    """The lookup table: one line a cell and release."""
+    return [_row(record.release, result) for record in records(kind) for result in record.cells]
+
+
+def newest_release_outcomes(kind: str = "cpu") -> dict[str, dict[str, str]]:
+    """What the newest recorded release does: by layout and call, with a fresh cache, ``no_grad``.
+
+    Raises:
+        AtlasError: if nothing is recorded.
+    """
+    known = records(kind)
+    if not known:
+        raise AtlasError(f"nothing recorded for {kind}")
+    cells = known[-1].by_key()
+    return {
+        layout: {
+            call: label(cells[f"{layout}/{call}/fresh/no_grad"])
+            for call in CALLS
+            if f"{layout}/{call}/fresh/no_grad" in cells
+        }
+        for layout in LAYOUTS
+    }
+
+
+def always_in_place(known: Iterable[AtlasRecord]) -> list[str]:
+    """Layouts that are right and in place in every cell, all of them recorded by each record."""
+    found = [record.by_key() for record in known]
+
+    def good(layout: str) -> bool:
+        keys = [cell.key for cell in all_cells([layout])]
+        results = [cells.get(key) for cells in found for key in keys]
+        return all(r is not None and r.outcome == "right" and bool(r.in_place) for r in results)
+
+    return [layout for layout in LAYOUTS if found and good(layout)]
+
+
+def _row(release: str, result: CellResult) -> Row:
+    layout, call, cache, mode = result.cell.split("/")
+    outcome = label(result)
+    advice = _ADVICE.get(outcome, "measure the bytes on a release that the lens reads")
+    return Row(layout, call, cache, mode, release, outcome, result.detail, advice)

@@ -1,0 +1,199 @@
+"""The audit is never clean where plain compile is wrong, and blames nobody where it is right.
+
+Each case has its fault built in: code that does something else while it is compiled.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+import trust_cases as cases
+from click.testing import CliRunner
+
+from omni_kv.audits import audit as engine
+from omni_kv.audits.audit import Call, audit, audit_all
+from omni_kv.audits.differences import wrong_elements
+from omni_kv.audits.report import AuditReport
+from omni_kv.cli import main
+from omni_kv.lens import capture as lens
+
+pytestmark = pytest.mark.compiles
+
+x8 = torch.arange(8.0) + 1
+CALLS = {
+    "keep": Call(*cases.make_keep()),
+    "tiny values": Call(*cases.make_tiny_values()),
+    "tiny values, right": Call(cases.tiny_values_right, cases.make_tiny_values()[1]),
+    "dataclass": Call(cases.in_a_dataclass, (x8,)),
+    "dataclass, right": Call(cases.in_a_dataclass_right, (x8,)),
+    "result is an argument": Call(cases.returns_itself, (x8.clone(),)),
+    "result is an argument, right": Call(cases.returns_itself_right, (x8.clone(),)),
+    "missing result": Call(cases.returns_less, (x8,)),
+    "missing result, right": Call(cases.returns_less_right, (x8,)),
+    "strides": Call(cases.strides, (x8,)),
+    "global": Call(cases.in_a_global, (x8,)),
+    "global, right": Call(cases.in_a_global_right, (x8,)),
+    "partly compiled": Call(cases.partly_compiled, (x8,)),
+    "undeclared": Call(cases.undeclared, (x8.clone(),)),
+    "positive": Call(*cases.make_grow()),
+    "dropout": Call(cases.dropout, (torch.zeros(64), torch.ones(64))),
+    "compile raises": Call(cases.compile_raises, (x8.clone(),)),
+    "eager raises": Call(cases.beyond, (x8.clone(),)),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, AuditReport]:
+    with torch.no_grad():
+        made = audit_all(list(CALLS.values()), dynamic=False)
+    return dict(zip(CALLS, made, strict=True))
+
+
+def plainly(fn, args) -> list[torch.Tensor]:
+    """The arguments after a call of what plain ``torch.compile`` makes, in this process."""
+    given = [arg.clone() for arg in args]
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        torch.compile(fn)(*given)
+    return given
+
+
+def test_the_callers_own_program_is_compiled(reports) -> None:
+    fn, args = cases.make_keep()
+    expected = [arg.clone() for arg in args]
+    fn(*expected)
+    right = all(torch.equal(a, b) for a, b in zip(plainly(fn, args), expected, strict=True))
+    assert reports["keep"].comparison("static").result == ("same" if right else "differs")
+
+
+WITH_TWIN = ["tiny values", "dataclass", "global", "result is an argument", "missing result"]
+
+
+@pytest.mark.parametrize("kind", WITH_TWIN)
+def test_what_differs_is_found_and_its_twin_is_not_blamed(reports, kind) -> None:
+    assert reports[kind].verdict == "findings"
+    assert reports[kind].comparison("static").result == "differs"
+    assert reports[f"{kind}, right"].comparison("static").result == "same"
+
+
+def test_where_a_result_lies_is_said(reports) -> None:
+    finding = " ".join(reports["result is an argument"].findings)
+    assert "is x itself in eager, and has memory of its own in compiled" in finding
+
+
+def test_strides_are_said_and_are_no_finding(reports) -> None:
+    assert "strides (4, 1) in eager, and (1, 2) in compiled" in str(reports["strides"])
+    assert reports["strides"].verdict == "clean"
+
+
+def test_the_reference_is_eager_where_a_part_was_compiled_before(reports) -> None:
+    assert reports["partly compiled"].comparison("static").result == "differs"
+
+
+def test_a_write_that_no_schema_names_is_a_finding(reports) -> None:
+    assert reports["undeclared"].verdict == "findings"
+    assert any("x" in f and "schema" in f for f in reports["undeclared"].findings)
+
+
+def test_an_op_that_takes_no_random_numbers_keeps_what_it_was_given(reports) -> None:
+    report = reports["positive"]
+    assert report.verdict == "clean", str(report)
+    assert "takes no other" in report.comparison("static").note
+
+
+def test_randomness_is_not_called_a_difference(reports) -> None:
+    comparison = reports["dropout"].comparison("static")
+    assert comparison.result in ("not run", "same")
+    assert reports["dropout"].verdict == "clean"
+
+
+def test_compiled_that_raises_where_eager_works_is_a_finding(reports) -> None:
+    assert reports["compile raises"].verdict == "findings"
+    assert any("where eager works" in f for f in reports["compile raises"].findings)
+
+
+def test_eager_that_raises_where_compiled_runs_on_is_a_finding(reports) -> None:
+    assert reports["eager raises"].verdict == "findings"
+    assert any("eager raises" in f for f in reports["eager raises"].findings)
+
+
+def test_a_failure_of_the_lens_is_no_finding_and_the_run_still_speaks(monkeypatch) -> None:
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("a fault of the lens")
+
+    monkeypatch.setattr(lens, "read_inputs", fails)
+    fn, args = cases.tiny_values_right, cases.make_tiny_values()[1]
+    with torch.no_grad():
+        report = audit(fn, args, dynamic=False)
+    assert report.verdict == "could not run"
+    assert "a fault of the lens" in report.sentence and "compile" not in report.sentence
+    assert report.comparison("static").result == "same"
+    with torch.no_grad():
+        report = audit(*cases.make_tiny_values(), dynamic=False)
+    assert report.verdict == "findings"
+
+
+def test_an_exception_in_the_tool_ends_with_code_2_and_one_line(monkeypatch) -> None:
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("a fault of the tool")
+
+    monkeypatch.setattr(engine, "conclude", fails)
+    result = CliRunner().invoke(main, ["audit", "trust_cases:make_tiny_values", "--no-run"])
+    assert result.exit_code == 2
+    assert "the audit itself failed: ZeroDivisionError" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_callers_configuration_reaches_the_run() -> None:
+    from audit_cases import make_shared
+
+    fn, args = make_shared()
+    with torch.no_grad(), torch._inductor.config.patch(enable_auto_functionalized_v2=False):
+        report = audit(fn, args, dynamic=False)
+    cloned = next(a for a in report.clones if a.name == "value_pool")
+    wrong = report.comparison("static").result != "same"
+    assert wrong == bool(cloned.clone and cloned.clone.reads_outside)
+
+
+def test_a_local_function_over_an_op_of_a_script_can_be_compared() -> None:
+    @torch.library.custom_op("trust_local::add", mutates_args=("pool",))
+    def add(pool: torch.Tensor, x: torch.Tensor) -> None:
+        pool.add_(x)
+
+    add.register_fake(lambda pool, x: None)
+    with torch.no_grad():
+        report = audit(lambda pool, x: add(pool, x), (torch.zeros(8), x8), dynamic=False)
+    assert report.comparison("static").result == "same", str(report)
+
+
+def test_the_command_line_need_not_send_what_cannot_be_pickled() -> None:
+    command = [sys.executable, "-m", "omni_kv.cli", "audit", "trust_cases:make_with_a_lock"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "agree" in done.stdout
+
+
+def test_arguments_in_the_old_form_are_refused_in_one_line() -> None:
+    with pytest.raises(TypeError, match="as one tuple"):
+        audit(cases.keep, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("right", "seen", "wrong"),
+    [
+        (torch.full((4,), 1e-6), torch.full((4,), 2e-6), 4),
+        (torch.full((4,), 1e-6), torch.full((4,), 1.00001e-6), 0),
+        (torch.full((4,), 0.03, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16), 4),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), 1),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), 0),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([0.0, 1.0]), 1),
+        (torch.tensor([[1e4, 1.0], [1e-3, 1e-3]]), torch.tensor([[1e4, 1.1], [1e-3, 0.0]]), 0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1),
+    ],
+)
+def test_rounding_is_measured_in_the_scale_of_the_data(right, seen, wrong) -> None:
+    assert int(wrong_elements(right, seen).sum()) == wrong
