@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
+import subprocess
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 
+from omni_kv import __version__
+from omni_kv.evidence import outcomes
 from omni_kv.evidence import records as evidence
 from omni_kv.evidence import tables as gpu_tables
 from omni_kv.evidence.cells import CrashRun, Timing
@@ -311,3 +315,28 @@ def test_the_clone_is_as_long_as_the_pull_request_says() -> None:
     assert runs["shared"].clones == ["545587200 bfloat16"]
     assert runs["separate"].clones == []
     assert any(":1176 autotune_to_one_config" in frame for frame in runs["shared"].frames)
+
+
+def test_a_second_device_beside_the_first_changes_nothing(data, monkeypatch) -> None:
+    stored = Path(__file__).resolve().parents[2] / "data"
+    shutil.copytree(stored, data)
+    before = (evidence.load("step"), outcomes.outcome_lines())
+    first = data / "evidence" / "nvidia-h200-torch2.11.0"
+    second = data / "evidence" / "a-card-torch2.11.0"
+    shutil.copytree(first, second)
+    for path in second.glob("*.json"):
+        path.write_text(path.read_text().replace("NVIDIA H200", "A Card"))
+    assert (evidence.load("step"), outcomes.outcome_lines()) == before
+    monkeypatch.setenv("OMNI_KV_DEVICE_RECORD", second.name)
+    assert evidence.load("step").provenance.device == "A Card"
+    assert "A Card" in outcomes.outcome_lines()[-1]
+    monkeypatch.setenv("OMNI_KV_DEVICE_RECORD", "no-such-card")
+    with pytest.raises(evidence.EvidenceError, match=r"no-such-card.*a-card-torch2\.11\.0"):
+        evidence.load("step")
+
+
+def test_a_wheel_in_somebodys_repository_names_the_packages_version(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("OMNI_KV_REVISION", raising=False)
+    monkeypatch.setattr(evidence, "PACKAGE_PARENT", tmp_path)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert evidence.revision() == __version__

@@ -291,27 +291,33 @@ def nbval_failures(tmp_path_factory, notebook_writer) -> dict[str, str]:
     return {name.removesuffix(".ipynb").split(".")[-1]: text for name, text in said.items()}
 
 
+@pytest.mark.compiles
 def test_nbval_passes_while_the_outcome_is_the_recorded_one(nbval_failures) -> None:
     assert nbval_failures["same"] == ""
 
 
+@pytest.mark.compiles
 def test_nbval_fails_when_the_record_changed(nbval_failures) -> None:
     assert "VerdictChanged" in nbval_failures["record_changed"]
     assert "record_changed: not as recorded for torch" in nbval_failures["record_changed"]
 
 
+@pytest.mark.compiles
 def test_nbval_fails_when_the_outcome_changed(nbval_failures) -> None:
     assert "VerdictChanged" in nbval_failures["outcome_changed"]
     assert "outcome_changed: not as recorded for torch" in nbval_failures["outcome_changed"]
 
 
+@pytest.mark.compiles
 def test_nbval_fails_when_there_is_no_record(nbval_failures) -> None:
     assert "no record for torch" in nbval_failures["no_record"]
 
 
+@pytest.mark.compiles
 def test_nbval_fails_when_a_cell_raises(nbval_failures) -> None:
     assert "ZeroDivisionError" in nbval_failures["raises"]
 
 
+@pytest.mark.compiles
 def test_nbval_uses_this_interpreter_whatever_kernel_is_installed(nbval_failures) -> None:
     assert nbval_failures["interpreter"] == ""

@@ -40,12 +40,8 @@ def test_separate_storages_are_not_cloned():
     assert not predict(placements((8, 2, 4))["separate"], "data pointer").cloned
 
 
-# Odd sizes, below and above a page of memory, in three dtypes; notebook 05 has others.
-CHOSEN = [
-    ((3, 1, 1), "float64"),
-    ((199, 4, 13), "bfloat16"),
-    ((57, 3, 11), "float16"),
-]
+# An odd size below a page of memory; notebook 05 measures others, in three dtypes.
+CHOSEN = [((3, 1, 1), "float64")]
 
 
 def generated(count):
@@ -65,21 +61,24 @@ def generated(count):
 def measured():
     """All placements of the chosen shapes, and halves of generated ones."""
     cases = [p for shape, dtype in CHOSEN for p in placements(shape, dtype).values()]
-    cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(4)]
+    cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(2)]
     return measure(cases)
 
 
+@pytest.mark.compiles
 def test_every_prediction_is_confirmed_to_the_element(measured):
-    assert len(measured) == 5 * len(CHOSEN) + 4
+    assert len(measured) == 5 * len(CHOSEN) + 2
     assert [m for m in measured if not m.confirms()] == []
 
 
+@pytest.mark.compiles
 def test_all_kernels_of_a_release_count_from_the_same_place(measured):
     offset = [m.counts_from for m in measured if m.placement.value_offset and m.counts_from]
-    assert len(offset) == 3 * len(CHOSEN) + 4
+    assert len(offset) == 3 * len(CHOSEN) + 2
     assert len(set(offset)) == 1
 
 
+@pytest.mark.compiles
 def test_a_wrong_prediction_would_be_noticed(measured):
     """Move V by one element in what was predicted for: the same run no longer confirms it."""
     for m in measured:

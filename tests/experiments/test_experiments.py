@@ -3,6 +3,8 @@ import pytest
 from omni_kv.experiments.layer import LayerCase, crash_cases, isolated_layers, summary
 from omni_kv.model.geometry import preset
 
+pytestmark = pytest.mark.compiles
+
 TINY = preset("tiny")
 # Notebook 02 runs them all, also with dynamic shapes.
 CASES = [case for case in crash_cases(TINY) if not case.dynamic]

@@ -7,6 +7,8 @@ from omni_kv.model.pools import make_pools
 from omni_kv.model.rollout import frames_in_pool, rollout, window_of_chunk
 from omni_kv.model.transformer import make_model
 
+pytestmark = pytest.mark.compiles
+
 TINY = preset("tiny")
 CHUNKS = TINY.first_full_chunk + 4  # the ring wraps and the first frames behind the sink are gone
 

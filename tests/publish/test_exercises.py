@@ -42,7 +42,7 @@ def test_each_worked_answer_passes_its_own_check(
     stem: str, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert name in ALL, f"{stem} asks for {name}, which there is not"
-    assert "Worked answer" in text and "dropdown" in text, f"{name}: no folded answer below it"
+    assert "Worked answer" in text and ":collapsible:" in text, f"{name}: no folded answer below it"
     (code,) = FENCE.findall(text)
     scope = {"torch": torch, "exercises": exercises}
     exec(compile(code, name, "exec"), scope)

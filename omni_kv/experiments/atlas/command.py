@@ -9,8 +9,6 @@ from pathlib import Path
 
 import click
 
-from omni_kv.experiments.atlas.cells import LAYOUTS
-
 
 class _Refusal(click.ClickException):
     """One line on stderr; nothing was written."""
@@ -24,7 +22,7 @@ class _Refusal(click.ClickException):
 @click.group(invoke_without_command=True)
 @click.option("--torch", "releases", multiple=True, metavar="V", help="A release; repeatable.")
 @click.option("--here", is_flag=True, help="The torch of this interpreter; the same as no --torch.")
-@click.option("--layout", "layouts", multiple=True, type=click.Choice(list(LAYOUTS)))
+@click.option("--layout", "layouts", multiple=True, metavar="NAME", help="Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("data/atlas"),
               show_default=True, help="Folder for the records.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
@@ -59,12 +57,16 @@ def atlas(
     """
     if context.invoked_subcommand is not None:
         return
+    from omni_kv.experiments.atlas.cells import LAYOUTS
     from omni_kv.experiments.atlas.environments import run_releases
     from omni_kv.experiments.atlas.execute import Job, run_here
     from omni_kv.experiments.atlas.records import AtlasError
 
     if here and releases:
         raise click.UsageError("--here and --torch exclude each other")
+    unknown = [name for name in layouts if name not in LAYOUTS]
+    if unknown:
+        raise click.UsageError(f"unknown layout {unknown[0]!r}; known: {', '.join(LAYOUTS)}")
     typed = _typed(layouts, device, shard)
     try:
         job = Job(layouts, out, device, shard, executor, workers or (2 if device == "cpu" else 8))

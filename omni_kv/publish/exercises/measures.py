@@ -242,7 +242,7 @@ ALL: dict[str, Exercise] = {
         ),
         spare_room,
     ),
-    "06.clone-milliseconds": Exercise(
+    "07.clone-milliseconds": Exercise(
         "how many milliseconds do the clones of one step take on the H200, at 4,282 GB/s? A tenth "
         "more or less will do.",
         (
