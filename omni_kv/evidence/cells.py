@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import pydantic
@@ -213,7 +214,40 @@ class SanitizerRun(Strict):
     errors: int
 
 
-class Timing(Strict):
+#: How the variants of a step are called: backend, mode and layout of the pools.
+_VARIANT = re.compile(r"(?P<backend>[^/]+)/(?P<mode>eager|compiled) (?P<layout>shared|separate)")
+
+
+class _Named(Strict):
+    """A cell whose name says what was run, such as ``sdpa/compiled separate``.
+
+    Each part is None where the name does not say it.
+    """
+
+    kind: str
+    name: str
+
+    @property
+    def backend(self) -> str | None:
+        """The attention backend."""
+        return self._part("backend")
+
+    @property
+    def mode(self) -> str | None:
+        """``eager`` or ``compiled``."""
+        return self._part("mode")
+
+    @property
+    def layout(self) -> str | None:
+        """``shared`` or ``separate``: how K and V lie in memory."""
+        return self._part("layout")
+
+    def _part(self, part: str) -> str | None:
+        found = _VARIANT.fullmatch(self.name)
+        return found[part] if found else None
+
+
+class Timing(_Named):
     """Seconds of repeated runs of one thing, and the work that it does.
 
     Attributes:
@@ -233,6 +267,17 @@ class Timing(Strict):
     note: str = ""
     predicted_ms: float | None = None
 
+    @property
+    def ceiling(self) -> str | None:
+        """Which ceiling of the device was timed, ``copy`` or ``matmul``; None for other work."""
+        found = re.search(r"(?:^|: )ceiling/(\w+)$", self.name)
+        return found[1] if found else None
+
+    @property
+    def is_ceiling(self) -> bool:
+        """Whether it is what the device can do, and no part of the model."""
+        return self.ceiling is not None
+
 
 class Kernel(Strict):
     """A kernel in a profile."""
@@ -242,7 +287,7 @@ class Kernel(Strict):
     microseconds: float
 
 
-class Profile(Strict):
+class Profile(_Named):
     """The device time of one step, by kernel."""
 
     kind: Literal["profile"] = "profile"

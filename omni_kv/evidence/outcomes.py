@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,21 @@ def recorded(release: str, prefix: str, device: str = "cpu") -> dict[str, dict[s
     }
 
 
+def count(text: str) -> int:
+    """The number N of a recorded ``N of M``.
+
+    Args:
+        text: such as ``192 of 240``.
+
+    Raises:
+        ValueError: if it has another form.
+    """
+    found = re.fullmatch(r"(\d+) of \d+", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form 'N of M'")
+    return int(found[1])
+
+
 def in_words(outcome: Mapping[str, Any]) -> str:
     """How one layer ended, as notebook 02 records it."""
     if outcome["ended"] != "returned":
@@ -47,7 +63,7 @@ def in_words(outcome: Mapping[str, Any]) -> str:
         (origin, _), *more = outcome["their values"].items()
         whose = "other values" if more else ORIGINS[origin]
         return f"nothing raised, and {outcome['value rows wrong']} slots of V hold {whose}"
-    right = outcome["output"] == "agrees with eager" and outcome["key rows wrong"].startswith("0 ")
+    right = outcome["output"] == "agrees with eager" and count(outcome["key rows wrong"]) == 0
     return "right" if right else str(outcome["output"])
 
 
@@ -182,18 +198,18 @@ def _step(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         if record.experiment != "step":
             continue
-        medians = {name: median(t.seconds) * 1e3 for name, t in record.of(Timing).items()}
-        compiled = {n: ms for n, ms in medians.items() if n.endswith("/compiled separate")}
+        separate = {
+            (t.mode, t.backend): median(t.seconds) * 1e3
+            for t in record.of(Timing).values()
+            if t.layout == "separate"
+        }
+        compiled = {backend: ms for (mode, backend), ms in separate.items() if mode == "compiled"}
         if not compiled:
             continue
-        fastest = min(compiled, key=lambda name: compiled[name])
-        eager = medians.get(fastest.replace("compiled", "eager"))
+        fastest = min(compiled, key=lambda backend: compiled[backend])
+        eager = separate.get(("eager", fastest))
         told = f"A denoising step over two allocations takes {compiled[fastest]:.0f} ms compiled"
-        yield (
-            told
-            + (f", {eager:.0f} ms in eager" if eager else "")
-            + (f" ({fastest.partition('/')[0]}).")
-        )
+        yield told + (f", {eager:.0f} ms in eager" if eager else "") + f" ({fastest})."
 
 
 def _sentence(parts: list[str]) -> str:

@@ -27,7 +27,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
-from omni_kv import __version__
 from omni_kv.evidence.cells import (
     Agreement,
     Clones,
@@ -327,14 +326,15 @@ def _flash_attn_3() -> str | None:
 def revision() -> str:
     """The checkout's commit, with ``+`` where the code differs from it.
 
-    Outside this project's own checkout, as in an installed wheel, it is the package's version.
+    Outside this project's own checkout, as in an installed wheel, it is the package's version; and
+    ``unknown`` if it is not installed either.
     """
     if os.environ.get(REVISION_VARIABLE):
         return os.environ[REVISION_VARIABLE]
     git = ("git", "-C", str(PACKAGE_PARENT))
     commit = _output(*git, "rev-parse", "--short=12", "HEAD") if _is_checkout() else ""
     changes = _output(*git, "status", "--porcelain", "--", "omni_kv", "notebooks")
-    return commit + ("+" if changes else "") if commit else __version__
+    return commit + ("+" if changes else "") if commit else _version("omni-kv") or "unknown"
 
 
 def _is_checkout() -> bool:

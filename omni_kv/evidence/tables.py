@@ -154,7 +154,7 @@ def step_table(record: Record) -> pd.DataFrame:
     """One denoising step, in milliseconds."""
     rows = {}
     for cell in record.of(Timing).values():
-        if "ceiling/" in cell.name:
+        if cell.is_ceiling:
             continue
         median = statistics.median(cell.seconds)
         rows[cell.name] = {
@@ -180,7 +180,7 @@ def parts_table(record: Record) -> pd.DataFrame:
 
 def clone_table(record: Record, geometry: Geometry) -> pd.DataFrame:
     """The two copies that shared halves cost, against their bytes over the copy bandwidth."""
-    copies = [cell for cell in record.of(Timing).values() if cell.name.endswith("ceiling/copy")]
+    copies = [cell for cell in record.of(Timing).values() if cell.ceiling == "copy"]
     bandwidth = statistics.median(
         [(cell.nbytes or 0.0) / statistics.median(cell.seconds) for cell in copies]
     )
@@ -189,7 +189,7 @@ def clone_table(record: Record, geometry: Geometry) -> pd.DataFrame:
         "copy back over V": 2.0 * geometry.num_layers * geometry.pool_nbytes,
     }
     parts = parts_table(record)
-    shared = [name for name in parts if "shared" in name]
+    shared = [p.name for p in record.of(Profile).values() if p.layout == "shared"]
     rows = {}
     for part, moved in nbytes.items():
         rows[part] = {
@@ -202,7 +202,7 @@ def clone_table(record: Record, geometry: Geometry) -> pd.DataFrame:
 
 def trials_table(record: Record) -> pd.DataFrame:
     """What each change to the step was expected to cost, and what it cost, in milliseconds."""
-    cells = {n: c for n, c in record.of(Timing).items() if "ceiling/" not in n}
+    cells = {n: c for n, c in record.of(Timing).items() if not c.is_ceiling}
     base = statistics.median(cells["as it is"].seconds)
     rows = {}
     for name, cell in cells.items():
@@ -323,13 +323,13 @@ def overlap_check_table(record: Record) -> pd.DataFrame:
     """One step with the overlap check, over shared halves and over separate pools."""
     errors = {n: _number(a.relative_error) for n, a in record.of(Agreement).items()}
     rows: dict[str, dict[str, float | None]] = {
-        name.partition("/")[2]: {
+        f"{timing.mode} {timing.layout}": {
             "median ms": round(statistics.median(timing.seconds) * 1e3, 1),
             "fastest ms": round(min(timing.seconds) * 1e3, 1),
             "slowest ms": round(max(timing.seconds) * 1e3, 1),
         }
-        for name, timing in record.of(Timing).items()
-        if "ceiling" not in name
+        for timing in record.of(Timing).values()
+        if not timing.is_ceiling
     }
     for name, row in rows.items():
         row["off eager by"] = errors.get(

@@ -25,7 +25,7 @@ from omni_kv.experiments.cause import (
     placements,
     pools_in,
 )
-from omni_kv.model.attention import attend
+from omni_kv.model.attention import PagedWindow, attend
 from omni_kv.sandbox.process import run_dealt, run_forked
 from omni_kv.upstream import overlap_check
 
@@ -50,7 +50,8 @@ def paged_write_attn_one_tensor(
     key_pool, value_pool = kv_pool.unbind(0)
     key_pool.index_copy_(0, slot_mapping, query)
     value_pool.index_copy_(0, slot_mapping, query)
-    return attend("sdpa", query, key_pool, value_pool, None, query_start_loc, seq_lens, 1, 1.0)
+    window = PagedWindow(None, query_start_loc, seq_lens, block_size=1, softmax_scale=1.0)
+    return attend("sdpa", query, key_pool, value_pool, window)
 
 
 @paged_write_attn_one_tensor.register_fake

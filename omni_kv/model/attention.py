@@ -1,7 +1,7 @@
 """Attention over a paged window, without a causal mask: the backends behind the op.
 
-Every backend is a function ``(query, key_pool, value_pool, block_table, query_start_loc, seq_lens,
-block_size, softmax_scale) -> output``; see ``attend`` for the shapes.
+Every backend is a function ``(query, key_pool, value_pool, window) -> output``; see ``attend`` for
+the shapes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,25 @@ FLASH_ATTN_PAGE = 256
 HOPPER = (9, 0)
 
 
+class PagedWindow(NamedTuple):
+    """What each sequence attends to, and how.
+
+    Attributes:
+        block_table: ``(num_seqs, max_pages)`` int32, the pages of each sequence in order; or None
+            when the one sequence lies in pages 0, 1, 2, ..., so that nothing need be gathered.
+        query_start_loc: ``(num_seqs + 1,)`` int32 on the host, where each sequence's queries start.
+        seq_lens: ``(num_seqs,)`` int32 on the host, how many keys each sequence has.
+        block_size: slots per page.
+        softmax_scale: factor on the scores before the softmax.
+    """
+
+    block_table: torch.Tensor | None
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_size: int
+    softmax_scale: float
+
+
 class BackendError(ValueError):
     """An attention backend is not there, or cannot take this geometry."""
 
@@ -30,11 +50,7 @@ def attend(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    softmax_scale: float,
+    window: PagedWindow,
 ) -> torch.Tensor:
     """Attend from each sequence's queries to the keys in its pages.
 
@@ -43,38 +59,22 @@ def attend(
         query: ``(num_tokens, num_heads, head_dim)``.
         key_pool: ``(num_slots, num_kv_heads, head_dim)``.
         value_pool: ``(num_slots, num_kv_heads, head_dim)``.
-        block_table: ``(num_seqs, max_pages)`` int32, the pages of each sequence in order; or None
-            when the one sequence lies in pages 0, 1, 2, ..., so that nothing need be gathered.
-        query_start_loc: ``(num_seqs + 1,)`` int32 on the host, where each sequence's queries start.
-        seq_lens: ``(num_seqs,)`` int32 on the host, how many keys each sequence has.
-        block_size: slots per page.
-        softmax_scale: factor on the scores before the softmax.
+        window: which keys each sequence attends to.
 
     Returns:
         ``(num_tokens, num_heads, head_dim)``, contiguous.
     """
-    return BACKENDS[backend](
-        query,
-        key_pool,
-        value_pool,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        block_size,
-        softmax_scale,
-    )
+    return BACKENDS[backend](query, key_pool, value_pool, window)
 
 
 def _windows(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
+    window: PagedWindow,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield each sequence's queries, keys and values, ``(1, heads, length, head_dim)``."""
+    block_table, query_start_loc, seq_lens, block_size, _ = window
     starts = query_start_loc.tolist()
     for i, length in enumerate(seq_lens.tolist()):
         if block_table is None:
@@ -101,21 +101,14 @@ def _sdpa(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    softmax_scale: float,
+    window: PagedWindow,
 ) -> torch.Tensor:
     """PyTorch's ``scaled_dot_product_attention`` over the gathered window."""
     gqa = query.shape[1] != key_pool.shape[1]
-    windows = _windows(
-        query, key_pool, value_pool, block_table, query_start_loc, seq_lens, block_size
-    )
     return _joined(
         [
-            F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, enable_gqa=gqa)
-            for q, k, v in windows
+            F.scaled_dot_product_attention(q, k, v, scale=window.softmax_scale, enable_gqa=gqa)
+            for q, k, v in _windows(query, key_pool, value_pool, window)
         ]
     )
 
@@ -124,20 +117,14 @@ def _reference(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    softmax_scale: float,
+    window: PagedWindow,
 ) -> torch.Tensor:
     """Softmax of scaled products, written out in float32: what the others are tested against."""
     groups = query.shape[1] // key_pool.shape[1]
     outputs = []
-    for q, k, v in _windows(
-        query, key_pool, value_pool, block_table, query_start_loc, seq_lens, block_size
-    ):
+    for q, k, v in _windows(query, key_pool, value_pool, window):
         key, value = (t.float().repeat_interleave(groups, dim=1) for t in (k, v))
-        scores = q.float() @ key.transpose(-1, -2) * softmax_scale
+        scores = q.float() @ key.transpose(-1, -2) * window.softmax_scale
         outputs.append((scores.softmax(-1) @ value).to(query.dtype))
     return _joined(outputs)
 
@@ -146,15 +133,12 @@ def _flash_attn(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    softmax_scale: float,
+    window: PagedWindow,
 ) -> torch.Tensor:
     """flash-attn 2, which follows the block table itself."""
     from flash_attn import flash_attn_varlen_func
 
+    block_table, query_start_loc, seq_lens, block_size, softmax_scale = window
     if block_table is None:
         block_table = _pages_in_order(key_pool.shape[0] // block_size, query.device)
     by_page = (-1, block_size, *key_pool.shape[1:])
@@ -178,15 +162,12 @@ def _flash_attn_3(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    softmax_scale: float,
+    window: PagedWindow,
 ) -> torch.Tensor:
     """FlashAttention 3 for Hopper: follows a block table of any page size; faster without one."""
     from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
+    block_table, query_start_loc, seq_lens, block_size, softmax_scale = window
     out: torch.Tensor
     if block_table is None:
         length = int(seq_lens)

@@ -6,7 +6,7 @@ keeps a copy of the second one; the rest of this package looks at what becomes o
 
 import torch
 
-from omni_kv.model.attention import attend
+from omni_kv.model.attention import PagedWindow, attend
 
 
 def write_slots(pool: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
@@ -71,17 +71,8 @@ def ar_diffusion_paged_write_attn(
     """
     write_slots(key_pool, slot_mapping, key)
     write_slots(value_pool, slot_mapping, value)
-    return attend(
-        backend,
-        query,
-        key_pool,
-        value_pool,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        block_size,
-        softmax_scale,
-    )
+    window = PagedWindow(block_table, query_start_loc, seq_lens, block_size, softmax_scale)
+    return attend(backend, query, key_pool, value_pool, window)
 
 
 @ar_diffusion_paged_write_attn.register_fake

@@ -95,6 +95,7 @@ def gradients_as_before():
 @pytest.mark.compiles
 def test_pieces_are_timed_beside_their_ceilings() -> None:
     cells = measure_pieces(preset("tiny"), "cpu", ["sdpa"], samples=2)
+    assert torch.is_grad_enabled(), "a measurement leaves autograd as it was"
     assert [c.name for c in cells] == [
         "ceiling/copy",
         "ceiling/matmul",
@@ -109,6 +110,7 @@ def test_pieces_are_timed_beside_their_ceilings() -> None:
 @pytest.mark.compiles
 def test_every_expectation_is_measured_where_it_can_be() -> None:
     cells = measure_trials(preset("tiny"), "cpu", "sdpa", samples=1)
+    assert torch.is_grad_enabled()
     names = {c.name for c in cells if "ceiling" not in c.name}
     assert names == set(EXPECTED) - {"one CUDA graph a step"}
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from omni_kv.model.attention import BackendError, attend, choose_backend
+from omni_kv.model.attention import BackendError, PagedWindow, attend, choose_backend
 from omni_kv.model.geometry import preset
 from omni_kv.model.op import ar_diffusion_paged_write_attn, write_slots
 from omni_kv.sandbox.memory import map_region
@@ -108,23 +108,10 @@ def test_a_sequence_length_that_changes_does_not_recompile():
         for length in (9, 10, 29, 30):
             arguments = call(lengths=(length,), queries=(5,))
             out = compiled(arguments)
-            torch.testing.assert_close(
-                out, attend(*(arguments[n] for n in ATTEND)), rtol=1e-5, atol=1e-5
-            )
+            window = PagedWindow(*(arguments[name] for name in PagedWindow._fields))
+            given = (arguments[name] for name in ("backend", "query", "key_pool", "value_pool"))
+            torch.testing.assert_close(out, attend(*given, window), rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
-
-
-ATTEND = (
-    "backend",
-    "query",
-    "key_pool",
-    "value_pool",
-    "block_table",
-    "query_start_loc",
-    "seq_lens",
-    "block_size",
-    "softmax_scale",
-)
 
 
 @pytest.mark.parametrize(

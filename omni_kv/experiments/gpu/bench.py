@@ -31,6 +31,7 @@ from omni_kv.model.pools import make_pools
 from omni_kv.model.transformer import make_model
 
 
+@torch.no_grad()
 def measure_pieces(
     geometry: Geometry, device: str, backends: Sequence[str], samples: int
 ) -> list[Timing]:
@@ -42,7 +43,6 @@ def measure_pieces(
         backends: attention backends.
         samples: how often each is timed.
     """
-    torch.set_grad_enabled(False)
     cells = [cell for cell in ceilings(geometry, device) if isinstance(cell, Timing)]
     for backend in backends:
         cells += _pieces(geometry, device, backend, samples)
@@ -113,10 +113,7 @@ def _pieces(geometry: Geometry, device: str, backend: str, samples: int) -> list
 
 def floor_seconds(cell: Timing, cells: Sequence[Timing]) -> float:
     """The least time that a piece of work can take, by the ceilings among ``cells``."""
-    copy, matmul = (
-        next(c for c in cells if c.name.endswith(f"ceiling/{which}"))
-        for which in ("copy", "matmul")
-    )
+    copy, matmul = (next(c for c in cells if c.ceiling == which) for which in ("copy", "matmul"))
     assert copy.nbytes and matmul.flop
     bandwidth = copy.nbytes / statistics.median(copy.seconds)
     rate = matmul.flop / statistics.median(matmul.seconds)

@@ -122,6 +122,7 @@ class _Touched(Exception):
     """The memory behind V was touched; there is no need to go on."""
 
 
+@torch.no_grad()
 def _in_child(
     case: CrashCase,
     geometry: Geometry,
@@ -131,7 +132,6 @@ def _in_child(
     only_touch: bool = False,
 ) -> dict[str, Any]:
     """Run the case here; the fields of its ``CrashRun``, as far as they are known."""
-    torch.set_grad_enabled(False)
     g = sized(geometry, case.size)
     found: dict[str, Any] = {"pool_numel": g.pool_numel}
     if readable is not None:
@@ -212,14 +212,14 @@ def _before(what: str, geometry: Geometry) -> tuple[int | None, list[torch.Tenso
     weights: list[torch.Tensor] = []
     if what == "4 GiB freed":
         torch.empty(4 * _GIB, dtype=torch.uint8)
-    if what.startswith("float32 load"):
+    if what in ("float32 load", "float32 load, empty_cache"):
         with torch.device("meta"):
             shapes = [p.shape for p in VideoTransformer(geometry, "sdpa").parameters()]
         loaded = [torch.empty(shape, dtype=torch.float32) for shape in shapes]
         while loaded:
             weights.append(loaded.pop().to(geometry.torch_dtype))
     released = None
-    if what.endswith("empty_cache") and torch.cuda.is_available():
+    if what == "float32 load, empty_cache" and torch.cuda.is_available():
         reserved = torch.cuda.memory_reserved()
         torch.cuda.empty_cache()
         released = reserved - torch.cuda.memory_reserved()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from omni_kv.evidence.cells import CrashCase, Strict
+from omni_kv.evidence.cells import CrashCase, Strict, Timing
 from omni_kv.evidence.records import (
     EvidenceError,
     Provenance,
@@ -389,7 +389,7 @@ def _renamed(unit: str, cells: list[Any]) -> list[Any]:
     """Ceilings are measured in every unit: their names say in which."""
     return [
         cell.model_copy(update={"name": f"{unit}: {cell.name}"})
-        if cell.name.startswith("ceiling/")
+        if isinstance(cell, Timing) and cell.is_ceiling
         else cell
         for cell in cells
     ]

@@ -49,8 +49,8 @@ def _sanitize(name: str, geometry: Geometry) -> SanitizerRun:
     return read_sanitizer(name, output)
 
 
+@torch.no_grad()
 def _sanitized(preset_name: str) -> None:
-    torch.set_grad_enabled(False)
     g = few_tokens(preset(preset_name))
     pools = make_pools(g, "shared", device="cuda")
     end = pools.values[0].data_ptr() + pools.values[0].nbytes

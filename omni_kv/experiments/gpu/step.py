@@ -183,11 +183,11 @@ def agreement(name: str, a: torch.Tensor, b: torch.Tensor) -> Agreement:
     return Agreement(name=name, relative_error=difference(a, b))  # type: ignore[arg-type]
 
 
+@torch.no_grad()
 def measure_step(
     geometry: Geometry, device: str, backend: str, layout: Layout, samples: int
 ) -> list[MeasuredCell]:
     """One step with one backend: eager and compiled, by kernel, and against each other."""
-    torch.set_grad_enabled(False)
     g = for_backend(geometry, backend)
     model = make_model(g, backend=backend, device=device)
     model.compile_layers()
@@ -211,11 +211,11 @@ def _step_cells(
     return cells
 
 
+@torch.no_grad()
 def measure_live(
     geometry: Geometry, device: str, backend: str, samples: int, chunks: int
 ) -> list[MeasuredCell]:
     """One step and one rollout over separate pools, in little time: for a notebook."""
-    torch.set_grad_enabled(False)
     g = for_backend(geometry, backend)
     model = make_model(g, backend=backend, device=device)
     model.compile_layers()
@@ -224,11 +224,11 @@ def measure_live(
     return cells + _rollout_cells(model, pools, device, backend, chunks, 1, chunks)
 
 
+@torch.no_grad()
 def measure_error(
     geometry: Geometry, device: str, backends: Sequence[str], layers: int = 8
 ) -> list[MeasuredCell]:
     """Eager and compiled steps of the first layers against the same layers in float32."""
-    torch.set_grad_enabled(False)
     cells: list[MeasuredCell] = []
     small = geometry.replace(num_layers=min(layers, geometry.num_layers))
     for backend in backends:
@@ -253,6 +253,7 @@ def measure_error(
     return cells
 
 
+@torch.no_grad()
 def measure_rollouts(
     geometry: Geometry,
     device: str,
@@ -273,7 +274,6 @@ def measure_rollouts(
         repeats: rollouts of each kind.
         eager_chunks: length of an eager rollout.
     """
-    torch.set_grad_enabled(False)
     g = for_backend(geometry, backend)
     model = make_model(g, backend=backend, device=device)
     pools = make_pools(g, layout, device=device)

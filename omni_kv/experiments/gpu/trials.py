@@ -7,7 +7,8 @@ process. What was expected is written down here, not in the record of what came 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -18,8 +19,11 @@ from torch import nn
 from omni_kv.evidence.cells import Timing
 from omni_kv.experiments.gpu.step import FullStep, Thunk, ceilings, step_flop, take_turns
 from omni_kv.model.geometry import Geometry
-from omni_kv.model.pools import make_pools
-from omni_kv.model.transformer import Rope, make_model
+from omni_kv.model.pools import Pools, make_pools
+from omni_kv.model.transformer import Rope, VideoTransformer, make_model
+
+#: Makes a context in which something is exchanged.
+Exchange = Callable[[], AbstractContextManager[object]]
 
 #: Change, and what it was expected to add to a step, in milliseconds, before it was measured. The
 #: expectations count bytes over the rate of a copy and operations over the rates that
@@ -55,6 +59,7 @@ def rotate_by_swapping(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     return (pairs * cos + pairs.flip(-2) * sin).flatten(-2).to(x.dtype)
 
 
+@torch.no_grad()
 def measure_trials(geometry: Geometry, device: str, backend: str, samples: int) -> list[Timing]:
     """Time one compiled step over separate pools with each change.
 
@@ -64,70 +69,73 @@ def measure_trials(geometry: Geometry, device: str, backend: str, samples: int) 
         backend: the fastest attention backend; on a CPU that is ``sdpa``.
         samples: how often each is timed.
     """
-    torch.set_grad_enabled(False)
-    torch._dynamo.config.recompile_limit = 64
-    model = make_model(geometry, backend=backend, device=device)
-    pools = make_pools(geometry, "separate", device=device)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        model = make_model(geometry, backend=backend, device=device)
+        runs = _trials(model, make_pools(geometry, "separate", device=device), device)
+        cells = [cell for cell in ceilings(geometry, device) if isinstance(cell, Timing)]
+        seconds = take_turns(runs, samples, device)
+    return cells + [
+        Timing(
+            name=name, seconds=seconds[name], flop=step_flop(geometry), predicted_ms=EXPECTED[name]
+        )
+        for name in EXPECTED
+        if name in seconds
+    ]
+
+
+def _trials(model: VideoTransformer, pools: Pools, device: str) -> dict[str, Thunk]:
+    """The step as it is and with each change, all of them compiled."""
     step = FullStep(model, pools, device)
     by_table = FullStep(model, pools, device, by_table=True)
-
-    def with_backend(name: str) -> AbstractContextManager[object]:
-        stack = contextlib.ExitStack()
-        for block in model.blocks:
-            stack.enter_context(mock.patch.object(block, "backend", name))
-        return stack
-
-    def exchanged(context: Callable[[], AbstractContextManager[object]], run: Thunk) -> Thunk:
-        def inside() -> object:
-            with context():
-                return run()
-
-        return inside
-
-    def tuned(**options: object) -> Thunk:
-        """The step, compiled anew with these options of Inductor's."""
-        model.compile_layers(options=options)
-        compiled = [block._compiled_call_impl for block in model.blocks]
-
-        def as_tuned() -> contextlib.ExitStack:
-            stack = contextlib.ExitStack()
-            for block, call in zip(model.blocks, compiled, strict=True):
-                stack.enter_context(mock.patch.object(block, "_compiled_call_impl", call))
-            return stack
-
-        return exchanged(as_tuned, step)
-
     runs: dict[str, Thunk] = {
-        "Inductor: multi-kernel reductions": tuned(**{"triton.multi_kernel": 1}),
+        "Inductor: multi-kernel reductions": _tuned(model, step, {"triton.multi_kernel": 1}),
     }
     model.compile_layers()
+    sdpa = _of_all_blocks(model, "backend", ["sdpa"] * len(model.blocks))
     runs["as it is"] = step
-    sdpa = lambda: with_backend("sdpa")  # noqa: E731
-    runs["scaled_dot_product_attention"] = exchanged(sdpa, step)
-    runs["scaled_dot_product_attention, window gathered"] = exchanged(sdpa, by_table)
+    runs["scaled_dot_product_attention"] = _exchanged(sdpa, step)
+    runs["scaled_dot_product_attention, window gathered"] = _exchanged(sdpa, by_table)
     runs["FlashAttention 3 by block table"] = by_table
     for change, target, replacement in (
         ("slots written element by element", "omni_kv.model.op.write_slots", narrow_write),
         ("GELU as a kernel of its own", "omni_kv.model.transformer.linear_gelu", separate_gelu),
         ("rotation by swapped pairs", "omni_kv.model.transformer.rotate", rotate_by_swapping),
     ):
-        runs[change] = exchanged(lambda t=target, r=replacement: mock.patch(t, r), step)  # type: ignore[misc]
+        runs[change] = _exchanged(functools.partial(mock.patch, target, replacement), step)
     for run in runs.values():
         run()
     if device != "cpu":
         runs["one CUDA graph a step"] = _captured(step)
-    cells = [cell for cell in ceilings(geometry, device) if isinstance(cell, Timing)]
-    seconds = take_turns(runs, samples, device)
-    for name in [name for name in EXPECTED if name in seconds]:
-        cells.append(
-            Timing(
-                name=name,
-                seconds=seconds[name],
-                flop=step_flop(geometry),
-                predicted_ms=EXPECTED[name],
-            )
-        )
-    return cells
+    return runs
+
+
+def _exchanged(context: Exchange, run: Thunk) -> Thunk:
+    """The same run within a context."""
+
+    def inside() -> object:
+        with context():
+            return run()
+
+    return inside
+
+
+def _of_all_blocks(model: VideoTransformer, attribute: str, values: Sequence[object]) -> Exchange:
+    """Exchange an attribute of the blocks, each for its own value."""
+
+    def exchanged() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for block, value in zip(model.blocks, values, strict=True):
+            stack.enter_context(mock.patch.object(block, attribute, value))
+        return stack
+
+    return exchanged
+
+
+def _tuned(model: VideoTransformer, step: Thunk, options: dict[str, object]) -> Thunk:
+    """The step, compiled anew with these options of Inductor's."""
+    model.compile_layers(options=options)
+    compiled = [block._compiled_call_impl for block in model.blocks]
+    return _exchanged(_of_all_blocks(model, "_compiled_call_impl", compiled), step)
 
 
 def _captured(step: Thunk) -> Thunk:

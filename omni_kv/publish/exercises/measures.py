@@ -145,10 +145,12 @@ def clone_milliseconds(answer: float) -> tuple[bool, str]:
     """Hold an estimate against the clone's time in the recorded profiles of a step."""
     from omni_kv.evidence import records as evidence
     from omni_kv.evidence import tables as gpu_tables
+    from omni_kv.evidence.cells import Profile
 
     record = evidence.load("step", device=H200)
     row = gpu_tables.clone_table(record, preset(PULL_REQUEST)).loc["clone of K and V"]
-    measured = [float(row[name]) for name in row.index if "shared" in name]
+    profiles = record.of(Profile).values()
+    measured = [float(row[p.name]) for p in profiles if p.layout == "shared"]
     middle = sorted(measured)[len(measured) // 2]
     told = f"the profiles of a step {record.provenance.label} say {middle:.1f} ms"
     right = abs(answer - middle) <= 0.1 * middle
