@@ -118,8 +118,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
 }
 CALLS = ("static shapes", "dynamic shapes", "a second size", "a cache left by halves")
 KEY = (
-    "✓ right and in place; ✓ copies: right, and the pool is copied in every call; ✗ dies at an "
-    "unmapped page; ✗ wrong: V holds other values, and nothing is raised; · not on record."
+    "✓ right and in place; ✓ copies: right, and the pool is copied in every call; ✗ reads outside: "
+    "right where memory is mapped around it, dead where it is not; ✗ wrong: V holds other values, "
+    "and nothing is raised (where nothing is mapped it may die); · not on record."
 )
 
 
@@ -127,15 +128,14 @@ def outcome_table() -> dict[str, Any]:
     """Layouts down, kinds of call across, in each cell one symbol a release, from verdicts.
 
     Returns:
-        ``calls``, ``rows`` (cells by layout) and ``key``; empty if nothing is recorded.
+        ``calls``, ``rows`` (by layout, for each call the symbols by release) and ``key``; empty if
+        nothing is recorded.
     """
     found = {release: recorded(release, "") for release in releases()}
     if not any(found.values()):
         return {}
     rows = {
-        layout: [
-            " / ".join(_symbol(found[r], names.get(call, ())) for r in found) for call in CALLS
-        ]
+        layout: [{r: _symbol(found[r], names.get(call, ())) for r in found} for call in CALLS]
         for layout, names in TABLE.items()
     }
     return {"calls": CALLS, "rows": rows, "key": KEY}
@@ -146,10 +146,10 @@ def _symbol(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str
     chosen = [found[name] for name in names if name in found]
     if not chosen:
         return "·"
-    if any(o.get("guarded", o.get("ended")) != "returned" for o in chosen):
-        return "✗ dies"
     if any(o.get("V elements wrong") or o.get("their values") for o in chosen):
         return "✗ wrong"
+    if any(o.get("guarded", o.get("ended")) != "returned" for o in chosen):
+        return "✗ reads outside"
     return "✓ copies" if any(o.get("clone") for o in chosen) else "✓"
 
 
@@ -188,7 +188,10 @@ def _crashes(records: Sequence[Record]) -> Iterator[str]:
         ]
         if runs:
             counted = (f"{runs.count(how)} times {how}" for how in dict.fromkeys(sorted(runs)))
-            yield f"Over {told}, {len(runs)} compiled runs: {', '.join(counted)}."
+            yield (
+                f"Over {told}, {len(runs)} compiled runs with a fresh cache, chosen to differ in "
+                f"size, allocator and neighbours (no sample, so no odds): {', '.join(counted)}."
+            )
 
 
 def _step(records: Sequence[Record]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from omni_kv.publish.figures import svg as pictures
 from omni_kv.publish.parameters import Refused
 from omni_kv.publish.site import pdf as report_pdf
 from omni_kv.publish.site.build import PDF_NAME, build_report, stage
+from omni_kv.publish.site.front_page import outcome_table
 from omni_kv.publish.site.pages import run_of
 from omni_kv.publish.site.pdf import BROWSER_VARIABLE, QUIET, find_chromium
 
@@ -228,9 +229,10 @@ def words(page: Path) -> str:
 def test_the_site_states_versions_revision_and_every_outcome(site: Path) -> None:
     told = words(site / "records.html")
     assert f"torch {verdicts.torch_release()}" in told and REVISION in told
-    table, front = outcomes.outcome_table(), words(site / "index.html")
+    table, front = outcome_table(), words(site / "index.html")
     for layout, cells in table["rows"].items():
-        assert f"{layout} {' '.join(cells)}" in front
+        told = " ".join(" / ".join(symbols.values()) for symbols in cells)
+        assert f"{layout} {told}" in front
 
 
 def test_building_the_site_twice_gives_the_same_bytes(

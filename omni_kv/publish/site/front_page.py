@@ -64,7 +64,7 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
         "last": LAST,
         "urls": dict(link.split(", ", 1) for link in links),
         "outcomes": outcomes.outcome_lines(),
-        "outcome_table": outcomes.outcome_table(),
+        "outcome_table": outcome_table(),
         "releases": outcomes.releases(),
         "clone_alt": alt_text(what_the_clone_reads()),
         "statements": _statements(runs),
@@ -74,6 +74,40 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
         "torch": verdicts.torch_release(),
         "python": platform.python_version(),
     }
+
+
+#: Layouts and calls of the atlas that stand in the front page's table.
+ATLAS_LAYOUTS = {
+    "halves of one allocation, K first": "shared_k_first",
+    "halves of one allocation, V first": "shared_v_first",
+    "two tensors": "separate",
+    "one tensor, sliced in the op": "one_tensor",
+}
+ATLAS_CALLS = ("static/fresh", "dynamic/fresh", "second_pool/fresh", "static/shared_halves")
+ATLAS_SYMBOLS = {
+    "reads outside": "✗ reads outside",
+    "foreign values": "✗ wrong",
+    "other pool's values": "✗ wrong",
+    "wrong otherwise": "✗ wrong",
+    "crash": "✗ dies",
+    "refuses to compile": "✗ refuses",
+}
+
+
+def outcome_table() -> dict[str, Any]:
+    """The small table of outcomes: from the atlas where it has a release, else from verdicts."""
+    from omni_kv.experiments.atlas.records import records as atlas_records
+
+    table = outcomes.outcome_table()
+    for record in atlas_records() if table else ():
+        cells = record.by_key()
+        for layout, calls in table["rows"].items():
+            for call, told in zip(ATLAS_CALLS, calls, strict=True):
+                cell = cells.get(f"{ATLAS_LAYOUTS[layout]}/{call}/no_grad")
+                if cell is not None and record.release in told:
+                    right = "✓" if cell.in_place else "✓ copies"
+                    told[record.release] = ATLAS_SYMBOLS.get(cell.outcome, right)
+    return table
 
 
 def _statements(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
