@@ -130,15 +130,7 @@ def run_isolated(
         cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
         (folder / "tmp").mkdir()
         _share_precompiled_headers(folder / "tmp")
-        child_env = {
-            **os.environ,
-            **CHILD_ENV,
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
-            "TMPDIR": str(folder / "tmp"),
-            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-            **(env or {}),
-        }
+        child_env = _environment(folder, cache) | dict(env or {})
         start = time.monotonic()
         with (folder / "output").open("wb") as output:
             child = subprocess.Popen(
@@ -165,6 +157,18 @@ def run_isolated(
         return _outcome(folder, child.returncode, timed_out, seconds, tail)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(folder: Path, cache: Path) -> dict[str, str]:
+    """The environment of a child whose files lie in ``folder``."""
+    return {
+        **os.environ,
+        **CHILD_ENV,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TMPDIR": str(folder / "tmp"),
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    }
 
 
 def run_forked(fn: Callable[[], T]) -> Outcome[T]:

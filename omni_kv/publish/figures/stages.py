@@ -47,6 +47,17 @@ class Stop:
     source: str
 
 
+RUN = Stop(
+    "The run",
+    "a C++ compiler or Triton makes machine code; Triton first times several versions",
+    "every call",
+    ("guards are checked; then the generated code is called with your tensors",),
+    False,
+    ("02",),
+    "torch/_inductor/runtime/triton_heuristics.py",
+)
+
+
 def road(capture: Capture, python: str) -> list[Stop]:
     """The stops of a captured compilation of one layer.
 
@@ -58,15 +69,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
     code = graph.generated_code or ""
     turned_down = [d for d in graph.decisions if not d.reinplaced]
     return [
-        Stop(
-            "Python",
-            "what you wrote",
-            "one call",
-            (python,),
-            False,
-            ("01",),
-            "your own file",
-        ),
+        Stop("Python", "what you wrote", "one call", (python,), False, ("01",), "your own file"),
         Stop(
             "Dynamo",
             "runs your bytecode once and notes the tensor operations in a graph",
@@ -112,15 +115,7 @@ def road(capture: Capture, python: str) -> list[Stop]:
             ("03", "05"),
             "torch/_inductor/graph.py, torch/_inductor/codegen/",
         ),
-        Stop(
-            "The run",
-            "a C++ compiler or Triton makes machine code; Triton first times several versions",
-            "every call",
-            ("guards are checked; then the generated code is called with your tensors",),
-            False,
-            ("02",),
-            "torch/_inductor/runtime/triton_heuristics.py",
-        ),
+        RUN,
     ]
 
 
