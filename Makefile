@@ -3,6 +3,8 @@
 TORCH  ?= 2.11.0
 PYTHON ?= python3
 NB     ?=
+FIRST  ?= 0
+COUNT  ?= 50
 ARGS   ?=
 # PROFILE=gpu runs the experiments live on a GPU; without it they run on the CPU.
 PROFILE ?= cpu
@@ -29,7 +31,7 @@ RUN   := PATH="$(BIN):$$PATH" "$(BIN)/omni-kv"
 LOCKED := $(patsubst requirements/torch-%.txt,%,$(sort $(wildcard requirements/torch-*.txt)))
 
 .DEFAULT_GOAL := help
-.PHONY: help report test quick lab notebook env lock lint format verdicts figures notebooks clean distclean
+.PHONY: help report test quick fuzz lab notebook env lock lint format verdicts figures notebooks clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -48,6 +50,10 @@ test: lint ## Lint, type check, tests, and the notebooks against their stored ve
 quick: env ## The tests that neither compile nor start a process, for while you work
 	PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n auto --dist loadfile -q \
 	    -m "not compiles" $(ARGS) tests
+
+fuzz: env ## The audit against plain torch.compile over random programs [FIRST=0 COUNT=50]
+	PATH="$(BIN):$$PATH" TORCHINDUCTOR_VEC_ISA_OK=0 "$(BIN)/python" tests/fuzz/fuzz.py \
+	    --first $(FIRST) --count $(COUNT)
 
 lab: env ## Open the notebooks in JupyterLab
 	PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab notebooks

@@ -38,12 +38,10 @@ def plain(module: str, dynamic: bool | None) -> str:
                 return f"eager raises {type(error).__name__}"
             _, args = make_case()
             got = torch.compile(fn, dynamic=dynamic)(*args)
-        for name, a, b in [
-            *((f"argument {i}", a, b) for i, (a, b) in enumerate(zip(expected_args, args))),
-            *((f"result {i}", a, b) for i, (a, b) in enumerate(zip(expected, got))),
-        ]:
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True):
-                return f"{name} differs"
+        for kind, right, seen in (("argument", expected_args, args), ("result", expected, got)):
+            for number, (a, b) in enumerate(zip(right, seen, strict=True)):
+                if not torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True):
+                    return f"{kind} {number} differs"
         return "right"
 
     outcome = run_forked(work)
@@ -55,7 +53,7 @@ def plain(module: str, dynamic: bool | None) -> str:
 
 def plain_all(folder: str, modules: list[str]) -> list[dict[str, str]]:
     """``plain`` for all programs and both kinds of shapes; for a child process of its own."""
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._inductor.compile_fx
 
     sys.path[:0] = [folder, str(HERE)]
     torch.set_num_threads(1)
@@ -87,9 +85,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--batch", type=int, default=25)
     options = parser.parse_args()
+    from programs import program
+
     from omni_kv.audits.audit import Call, audit_all
     from omni_kv.sandbox.process import run_all, run_isolated
-    from programs import program
 
     kinds: Counter[str] = Counter()
     problems = 0
