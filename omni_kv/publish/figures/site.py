@@ -15,27 +15,26 @@ from omni_kv.publish.figures.pools import BLUE, DARK, LIGHT, ORANGE, RED, SKY, S
 from omni_kv.publish.figures.svg import describe, save
 
 PULL_REQUEST = "lingbot-480x768"
-GUARDED = "02.shared, guard after"
+READS = "03.shared, static"
+
+#: First GiB that is read, from the start of the allocation, and how many.
+Extent = tuple[float, float]
 
 
-def extents(geometry: Geometry) -> dict[str, tuple[float, float]]:
-    """Where each clone reads, as (first, length) in GiB from the start of the allocation.
+def clones_by_release(geometry: Geometry) -> list[tuple[str, Extent]]:
+    """Each recorded release that clones V, and what the clone reads at a geometry's size.
 
-    The key is what the copy counts from. ``needed`` is V itself.
+    Notebook 03 records which elements are read, counted from V's pointer, and how many V has.
     """
-    pool, clone = geometry.pool_nbytes / 2**30, geometry.clone_numel / geometry.pool_numel
-    length = clone * pool
-    return {"needed": (pool, pool), "V's pointer": (pool, length), "its start": (0.0, length)}
-
-
-def clones_by_release() -> list[tuple[str, str]]:
-    """Each recorded release and what its clone counts from: V's pointer if it died at the guard."""
+    pool = geometry.pool_nbytes / 2**30
     found = []
     for release in outcomes.releases():
-        outcome = outcomes.recorded(release, GUARDED).get(GUARDED)
-        if outcome is not None:
-            died = outcome["ended"] != "returned"
-            found.append((release, "V's pointer" if died else "its start"))
+        value = outcomes.recorded(release, READS).get(READS, {}).get("value_pool", {})
+        if "reads" in value:
+            first, last = value["reads"]
+            own = value["elements of its own"]
+            # V begins where K ends.
+            found.append((release, (pool * (1 + first / own), pool * (last - first + 1) / own)))
     return found
 
 
@@ -43,30 +42,27 @@ def what_the_clone_reads(geometry: Geometry | None = None) -> Figure:
     """Draw one layer's allocation at the pull request's sizes, and what the clone reads of it."""
     geometry = geometry or preset(PULL_REQUEST)
     with plt.style.context(STYLE):
-        rows = clones_by_release()
+        rows = clones_by_release(geometry)
         fig, ax = plt.subplots(figsize=(8, 1.5 + 0.55 * (len(rows) + 2)))
         _draw(ax, geometry, rows)
-        ax.set_title("V is one half of the allocation. Its clone is twice as long as V")
-    beyond = extents(geometry)["V's pointer"]
-    pool = geometry.pool_nbytes / 2**30
+        pool = geometry.pool_nbytes / 2**30
+        times = {round(length / pool, 2) for _, (_, length) in rows}
+        twice = "Its clone is twice as long as V" if times == {2.0} else "What its clone reads"
+        ax.set_title(f"V is one half of the allocation. {twice}")
     return describe(
         fig,
         f"A bar: the allocation of one layer, K and then V, {pool:.2f} GiB each. Below it, what is "
         f"copied. Needed would be V, {pool:.2f} GiB. "
         + " ".join(
-            f"On torch {release} the clone counts {beyond[1]:.2f} GiB from "
-            + (
-                "V's pointer: V, and as much again behind the end of the allocation."
-                if start == "V's pointer"
-                else "the start of the allocation: K and V."
-            )
-            for release, start in rows
+            f"On torch {release} the clone reads {length:.2f} GiB from "
+            + ("the start of the allocation" if first == 0 else f"{first:.2f} GiB on")
+            + f", {max(0.0, first + length - 2 * pool):.2f} GiB of it behind the allocation."
+            for release, (first, length) in rows
         ),
     )
 
 
-def _draw(ax: Axes, geometry: Geometry, rows: list[tuple[str, str]]) -> None:
-    where = extents(geometry)
+def _draw(ax: Axes, geometry: Geometry, rows: list[tuple[str, Extent]]) -> None:
     pool = geometry.pool_nbytes / 2**30
     end = 2 * pool
     ax.axvspan(end, end + pool, color="#FBE9E2", zorder=0)
@@ -85,10 +81,9 @@ def _draw(ax: Axes, geometry: Geometry, rows: list[tuple[str, str]]) -> None:
         )
     ax.text(end + pool / 2, 0.36, "not in the allocation", ha="center", va="center", color=RED)
     labels = ["the allocation", "a copy of V needs"]
-    bars = [("needed", LIGHT)] + [(start, ORANGE) for _, start in rows]
+    bars = [((pool, pool), LIGHT)] + [(extent, ORANGE) for _, extent in rows]
     labels += [f"torch {release} copies" for release, _ in rows]
-    for row, (kind, color) in enumerate(bars, 1):
-        first, length = where[kind]
+    for row, ((first, length), color) in enumerate(bars, 1):
         inside = min(first + length, end) - first
         ax.add_patch(Rectangle((first, row), inside, 0.72, facecolor=color, edgecolor="#888888"))
         if length > inside:
@@ -132,7 +127,7 @@ def link_preview() -> Figure:
         fig.text(0.05, 0.87, "torch.compile and a paged KV pool", size=23, weight="bold")
         fig.text(0.05, 0.785, "Why the clone is made, why it crashes, and what to do", size=14)
         ax = fig.add_axes((0.24, 0.14, 0.71, 0.56))
-        _draw(ax, geometry, clones_by_release())
+        _draw(ax, geometry, clones_by_release(geometry))
     return describe(fig, "What the clone of V reads, at the pull request's sizes")
 
 
