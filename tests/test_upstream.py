@@ -89,6 +89,18 @@ def test_a_lowering_that_a_fix_adds_is_taken_out_again():
     assert not hasattr(lowering, "sym_storage_offset")
 
 
+def test_a_fallback_of_an_earlier_compilation_does_not_stand_in_the_way_of_a_fix(monkeypatch):
+    import torch
+    from torch._inductor import lowering
+
+    target = torch.ops.aten.sym_storage_offset.default
+    fallback = lowering.fallback_handler(target, add_to_fallback_set=False)
+    monkeypatch.setitem(lowering.lowerings, target, fallback)
+    with view_storage_offset():
+        assert lowering.lowerings[target].__name__ == "sym_storage_offset"
+    assert lowering.lowerings[target] is fallback
+
+
 def test_a_lowering_that_a_fix_changes_is_the_one_that_is_used(monkeypatch):
     import torch
     from torch._inductor import lowering

@@ -122,10 +122,15 @@ def _replace_definitions(module: ModuleType, old: str, new: str) -> list[tuple[A
 
 
 def _forget_lowerings(module: ModuleType, names: set[str]) -> None:
-    """Take the lowerings of these names away: one that is there would not be registered anew."""
+    """Take the lowerings of these names away: one that is there would not be registered anew.
+
+    So would the fallback that an earlier compilation in this process made for an op without one.
+    """
     registered: dict[Any, Any] = getattr(module, "lowerings", {})
     for target, function in list(registered.items()):
-        if function.__module__ == module.__name__ and function.__name__ in names:
+        own = function.__module__ == module.__name__
+        fallback = own and function.__name__ == "handler" and f"{target}.".split(".")[1] in names
+        if fallback or (own and function.__name__ in names):
             del registered[target]
 
 
