@@ -171,7 +171,7 @@ def records(data: Path) -> Path:
     sound = {"verdict": "clean", "findings": [], "copied": {"static": 0}, "compared": {"s": "same"}}
     bad = sound | {"verdict": "findings", "findings": ["static: argument-cloned, pool"]}
     bad |= {"copied": {"static": 4096}}
-    where = dict.fromkeys(("device", "platform", "python", "torch", "date", "revision"), "")
+    where = dict.fromkeys(("device", "platform", "python", "torch", "revision", "command"), "")
     where["date"] = "2026-01-01"
     (data / "verdicts").mkdir(parents=True)
     for release, second in ((torch_release(), sound), ("0.0.1", bad)):
