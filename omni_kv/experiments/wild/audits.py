@@ -188,7 +188,7 @@ def version_of(module: str | None) -> dict[str, str]:
 def audited(forms: Sequence[Form], seed: int = 0) -> dict[str, AuditReport]:
     """Audit some forms, static and dynamic, and run them in guarded memory.
 
-    They share child processes: eight take about as long as three one by one.
+    They share child processes, whose start is a good part of the time.
 
     Args:
         forms: what to audit.
