@@ -225,7 +225,8 @@ def table(outcomes: dict[str, Outcome]) -> pd.DataFrame:
 
 
 def _cells(outcome: Outcome) -> dict[str, str]:
-    copied = {f"bytes, {label}": f"{count:,}" for label, count in outcome.copied.items()}
+    labels = sorted(outcome.copied, reverse=True)  # static comes first
+    copied = {f"bytes, {label}": f"{outcome.copied[label]:,}" for label in labels}
     return {"verdict": outcome.verdict, **copied, "findings": "; ".join(outcome.findings)}
 
 
