@@ -24,8 +24,9 @@ from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
 from omni_kv.lens.fresh import recompilable
 from omni_kv.lens.graph import input_name
+from omni_kv.sandbox.memory import map_region
 from omni_kv.sandbox.process import graph_caches_off, run_forked
-from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
+from omni_kv.sandbox.relocate import MEMORIES, ORDINARY, Memory, lay
 
 
 def cause_line(error: BaseException) -> str:
@@ -69,6 +70,8 @@ class _Backend:
                 tensors = zip(names, inputs, strict=True)
                 self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
                 raise _Hold
+            if self.memory == ORDINARY:
+                return compiled(*inputs)
             laid, write_back = lay(inputs, self.memory)
             results = compiled(*laid)
             write_back()
@@ -158,6 +161,7 @@ class _Call:
         backend: _Backend,
     ) -> None:
         self.fn, self.args, self.kwargs, self.backend = fn, args, kwargs, backend
+        self.broken = False
 
     def not_compiled(self, error: Exception) -> Comparison:
         """What to say of a call that does not compile: it matters whether eager works."""
@@ -176,15 +180,21 @@ class _Call:
         note = ""
         if expected is not None and (blank := _blank(self.named, expected.values)):
             status, expected, note = self._filled(blank, status, expected)
+        memories, unmappable = self._memories()
         if expected is None:
-            return self._eager_raised(compiled, status)
+            return self._eager_raised(compiled, status, memories[0])
+        notes = [note, unmappable]
         runs = []
-        for memory in MEMORIES:
+        for memory in memories:
+            if self.broken:
+                notes.append(f"{memory}: not run, since the run before it left the GPU broken")
+                continue
             self.backend.memory = memory
-            how, got = _fork(partial(self._call, compiled))
+            how, got = self._apart(partial(self._call, compiled))
             runs.append(_judge(memory, how, self.before, expected, got))
             if got is not None:
-                note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
+                notes += expected.restrided(got)
+        note = "; ".join(dict.fromkeys(filter(None, notes)))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
             how = "it draws random numbers: what differs cannot be told from the draw"
@@ -200,6 +210,41 @@ class _Call:
             **named_tensors(self.fn, self.args, self.kwargs),
         }
         self._remember()
+        self.on_gpu = any(tensor.is_cuda for tensor in self.named.values())
+
+    def _memories(self) -> tuple[Sequence[Memory], str]:
+        """What the compiled code runs in, and what there is to say of that."""
+        if self.on_gpu:
+            try:
+                map_region((1,), torch.uint8, device="cuda")
+            except OSError as error:
+                return (ORDINARY,), f"compared in ordinary memory only: {error}"
+        return MEMORIES, ""
+
+    def _apart(self, work: Callable[[], Seen]) -> tuple[str, Seen | None]:
+        """Do the work so that nothing of it stays, but what it saw.
+
+        A GPU's context does not survive a fork: there it is done here, and every named tensor gets
+        its value back. Nothing more can be done after an illegal access.
+
+        Returns:
+            How it ended if it did not return, and what was seen.
+        """
+        if not self.on_gpu:
+            return _fork(work)
+        try:
+            seen = work()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return "SIGKILL", None
+        except Exception as error:
+            self.broken = "CUDA error" in str(error)
+            return first_line(str(error)), None
+        finally:
+            if not self.broken:
+                for name, value in self.before.items():
+                    self.named[name].detach().copy_(value)
+        return "", seen
 
     def _remember(self) -> None:
         self.before = {name: tensor.detach().clone() for name, tensor in self.named.items()}
@@ -211,7 +256,7 @@ class _Call:
             with torch.compiler.set_stance("force_eager"):
                 return self._call(self.fn, seed)
 
-        return _fork(work)
+        return self._apart(work)
 
     def _call(self, fn: Callable[..., Any], seed: int = 0) -> Seen:
         torch.manual_seed(seed)
@@ -247,9 +292,11 @@ class _Call:
         note = f"{', '.join(blank)} hold one value everywhere, and it takes no other: foreign "
         return status, expected, note + "zeros in there would not be seen"
 
-    def _eager_raised(self, compiled: Callable[..., Any], status: str) -> Comparison:
-        self.backend.memory = MEMORIES[0]
-        _, got = _fork(partial(self._call, compiled))
+    def _eager_raised(
+        self, compiled: Callable[..., Any], status: str, memory: Memory
+    ) -> Comparison:
+        self.backend.memory = memory
+        _, got = self._apart(partial(self._call, compiled))
         if got is not None and not status.startswith("SIG"):
             how = f"eager raises {status}, and compiled returns"
             return Comparison(label="", result="differs", how=how)
@@ -297,11 +344,12 @@ def _judge(
     got: Seen | None,
 ) -> Run:
     if got is None and status == "SIGKILL":
-        # The kernel takes a process that way when memory runs out; a wrong read never ends so.
+        # The kernel takes a process that way when memory runs out; a wrong read never ends so. A
+        # GPU's memory that runs out is told in the same way.
         how = "killed from outside (SIGKILL), most likely since memory ran out"
         return Run(memory=memory, result="killed", how=how)
     if got is None:
-        crashed = status.startswith("SIG")
+        crashed = status.startswith(("SIG", "CUDA error"))
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
     after = {**before, **expected.values}
     seen = {**before, **got.values}

@@ -28,11 +28,14 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     """
     found: dict[int, list[Comparison]] = {}
     parcels: dict[int, Parcel] = {}
-    hands: list[list[int]] = [[] for _ in range(max(1, min(workers, len(jobs))))]
+    hands: list[list[int]] = [[] for _ in range(workers)]
     for number, job in enumerate(jobs):
-        tensors = [t for t in pytree.tree_leaves(job.series) if isinstance(t, torch.Tensor)]
-        if any(t.device.type != "cpu" for t in tensors):
-            how = "guarded memory is CPU memory, and the arguments are not on the CPU"
+        tensors = [
+            t for t in pytree.tree_leaves((job.series, job.kwargs)) if isinstance(t, torch.Tensor)
+        ]
+        devices = {t.device.type for t in tensors}
+        if devices - {"cpu", "cuda"}:
+            how = f"memory can be guarded on a CPU and on CUDA devices, not on {devices}"
             found[number] = job.untested("not run", how)
             continue
         try:
@@ -41,7 +44,10 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
             how = f"the call cannot be sent to a child process: {error}. {OWN_MODULE}"
             found[number] = job.untested("raised", how)
         else:
-            hands[number % len(hands)].append(number)
+            if "cuda" in devices:  # a GPU that a wrong read left broken is of no use to others
+                hands.append([number])
+            else:
+                hands[number % workers].append(number)
     hands = [hand for hand in hands if hand]
     options: Any = {"timeout": timeout, "env": _CHILD_ENV}
     calls = [

@@ -29,7 +29,7 @@ def wrong_elements(right: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     a, b = _wide(right), _wide(seen)
     size = a.abs().nan_to_num(0.0, 0.0, 0.0)
     if size.numel() == 0:
-        return torch.zeros(right.shape, dtype=torch.bool)
+        return torch.zeros_like(right, dtype=torch.bool)
     row = size.amax(-1, keepdim=True) if size.dim() else size
     allowed = relative * (row + 1e-3 * size.max())
     same = (a == b) | (a.isnan() & b.isnan())
@@ -64,7 +64,8 @@ def difference_of(
         return None
     origins: dict[str, torch.Tensor] = {}
     for label, byte in (("the pattern behind", BEHIND), ("the pattern in front of", IN_FRONT)):
-        pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
+        pattern = torch.full_like(right.new_empty(right.element_size()), byte, dtype=torch.uint8)
+        pattern = pattern.view(right.dtype)
         origins[f"{label} the storage"] = pattern.expand(right.shape)
     origins["its own old value"] = before.get(name, right.new_empty(0))
     for other, tensor in expected.items():

@@ -110,6 +110,27 @@ class CrashRun(Strict):
     seconds: float
 
 
+class AuditRun(Strict):
+    """What the audit said of one callable.
+
+    Attributes:
+        name: the callable and its arguments.
+        verdict: ``clean``, ``findings`` or ``could not run``.
+        sentence: the audit's one sentence.
+        comparisons: by kind of call, how compiled compares with eager.
+        runs: the same by kind of call and memory.
+        seconds: wall-clock time of the audit.
+    """
+
+    kind: Literal["audit"] = "audit"
+    name: str
+    verdict: Literal["clean", "findings", "could not run"]
+    sentence: str
+    comparisons: dict[str, str]
+    runs: dict[str, str]
+    seconds: float
+
+
 class GuardedRun(Strict):
     """How one compiled layer over memory with known surroundings ended, held against eager.
 

@@ -46,6 +46,17 @@ from omni_kv.model.attention import BackendError, choose_backend
 from omni_kv.model.geometry import Geometry, preset
 from omni_kv.sandbox.process import run_isolated
 
+#: What the audit is tried on, see ``audited``; its kernels need Triton, which not every torch has.
+AUDITED = (
+    "layer, tiny, shared",
+    "layer, tiny, separate",
+    "layer, full, shared",
+    "layer, full, separate",
+    "Triton kernel over halves",
+    "Triton kernel over two tensors",
+    "Triton kernel over a view of an intermediate",
+)
+
 #: Children that compile and crash side by side; measurements run alone.
 WORKERS = 14
 
@@ -111,6 +122,9 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
     ]
     if plan.device != "cpu":
+        found["audit"] = [
+            Unit(name, functools.partial(_audit, name), alone=True) for name in AUDITED
+        ]
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
     found["step"] = [
         *(
@@ -343,6 +357,12 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
+
+
+def _audit(name: str) -> list[Strict]:
+    from omni_kv.experiments.gpu.audited import audit_run
+
+    return [audit_run(name)]
 
 
 def _pytorch_tests(path: Path) -> list[Strict]:
