@@ -117,6 +117,7 @@ class AuditRun(Strict):
         name: the callable and its arguments.
         verdict: ``clean``, ``findings`` or ``could not run``.
         sentence: the audit's one sentence.
+        findings: what it found.
         comparisons: by kind of call, how compiled compares with eager.
         runs: the same by kind of call and memory.
         seconds: wall-clock time of the audit.
@@ -126,6 +127,7 @@ class AuditRun(Strict):
     name: str
     verdict: Literal["clean", "findings", "could not run"]
     sentence: str
+    findings: list[str]
     comparisons: dict[str, str]
     runs: dict[str, str]
     seconds: float

@@ -73,8 +73,8 @@ def _intermediate() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "layer, tiny, shared": partial(_layer, "tiny", "shared"),
     "layer, tiny, separate": partial(_layer, "tiny", "separate"),
-    "layer, full, shared": partial(_layer, "full", "shared"),
-    "layer, full, separate": partial(_layer, "full", "separate"),
+    "layer, lingbot-480x832, shared": partial(_layer, "lingbot-480x832", "shared"),
+    "layer, lingbot-480x832, separate": partial(_layer, "lingbot-480x832", "separate"),
     "Triton kernel over halves": partial(_kernel, True),
     "Triton kernel over two tensors": partial(_kernel, False),
     "Triton kernel over a view of an intermediate": _intermediate,
@@ -90,6 +90,7 @@ def audit_run(name: str) -> AuditRun:
         name=name,
         verdict=report.verdict,
         sentence=report.sentence,
+        findings=report.findings,
         runs={
             f"{compared.label}, {run.memory}": f"{run.result} {run.how}".strip()
             for compared in report.comparisons

@@ -50,8 +50,8 @@ from omni_kv.sandbox.process import run_isolated
 AUDITED = (
     "layer, tiny, shared",
     "layer, tiny, separate",
-    "layer, full, shared",
-    "layer, full, separate",
+    "layer, lingbot-480x832, shared",
+    "layer, lingbot-480x832, separate",
     "Triton kernel over halves",
     "Triton kernel over two tensors",
     "Triton kernel over a view of an intermediate",
