@@ -210,7 +210,11 @@ class _Call:
             **named_tensors(self.fn, self.args, self.kwargs),
         }
         self._remember()
-        self.on_gpu = any(tensor.is_cuda for tensor in self.named.values())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's memory is among what the call can change."""
+        return any(tensor.is_cuda for tensor in self.named.values())
 
     def _memories(self) -> tuple[Sequence[Memory], str]:
         """What the compiled code runs in, and what there is to say of that."""
@@ -234,7 +238,8 @@ class _Call:
             return _fork(work)
         try:
             seen = work()
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         except torch.OutOfMemoryError:
             return "SIGKILL", None
         except Exception as error:
