@@ -13,14 +13,14 @@ from omni_kv.experiments.atlas.records import AtlasRecord, label
 SYMBOLS = {
     "right": "✓",
     "right, cloned": "✓ copies",
-    "right, copies not known": "✓",
+    "right, copies not known": "✓ ?",
     "reads outside": "✗ reads outside",
     "refuses to compile": "✗ refuses",
     "crash": "✗ dies",
 }
 KEY = (
-    "✓ right, and in place as far as that is known; ✓ copies: right, and a pool is copied in every "
-    "call; ✗ reads outside: right where memory is mapped around it, dead where it is not; ✗ wrong: "
+    "✓ right and in place; ✓ copies: right, and a pool is copied in every call; ✓ ?: right, and "
+    "whether a pool is copied is not known; ✗ reads outside: right where memory is mapped around it, dead where it is not; ✗ wrong: "
     "a pool holds other values, and nothing is raised (where nothing is mapped it may die); "
     "✗ refuses: it does not compile; · not on record."
 )
@@ -33,7 +33,7 @@ SHORT_CALLS = {
 }
 _ELSE = "Two allocations, or one tensor that the op slices itself"
 _ADVICE = {
-    "right": "nothing to do",
+    "right": "Nothing.",
     "right, cloned": f"{_ELSE}, save the copies.",
     "right, copies not known": "Measure the copies: omni-kv audit.",
     "refuses to compile": "Static shapes, or one tensor that the op slices itself.",
