@@ -20,8 +20,9 @@ SYMBOLS = {
 }
 KEY = (
     "✓ right and in place; ✓ copies: right, and a pool is copied in every call; ✓ ?: right, and "
-    "whether a pool is copied is not known; ✗ reads outside: right where memory is mapped around it, dead where it is not; ✗ wrong: "
-    "a pool holds other values, and nothing is raised (where nothing is mapped it may die); "
+    "whether a pool is copied is not known; ✗ reads outside: right where memory is mapped around "
+    "it, dead where it is not; ✗ wrong: a pool holds other values, and nothing is raised (where "
+    "nothing is mapped it may die); "
     "✗ refuses: it does not compile; · not on record."
 )
 #: Calls that the small tables show: key without layout and mode, and heading.
