@@ -206,8 +206,8 @@ def clone_table(record: Record, geometry: Geometry) -> pd.DataFrame:
     bandwidth = statistics.median(
         [(cell.nbytes or 0.0) / statistics.median(cell.seconds) for cell in copies]
     )
-    moved = (geometry.clone_nbytes_per_step, geometry.num_layers * geometry.pool_nbytes)
-    nbytes = {part: 2.0 * size for part, size in zip(COPIES, moved, strict=True)}
+    sizes = (geometry.clone_nbytes_per_step, geometry.num_layers * geometry.pool_nbytes)
+    nbytes = {part: 2.0 * size for part, size in zip(COPIES, sizes, strict=True)}
     parts = parts_table(record)
     shared = [p.name for p in record.of(Profile).values() if p.layout == "shared"]
     rows = {}
