@@ -310,7 +310,11 @@ def figures(out: Path | None) -> None:
 @click.option(
     "--only", "names", multiple=True, metavar="EXPERIMENT", help="One experiment; repeatable."
 )
-def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str, ...]) -> None:
+@click.option("--pairs", type=click.IntRange(1), default=10, show_default=True,
+              help="Of compile-time: compilations of each kind.")  # fmt: skip
+def record_evidence(
+    preset: str, device: str, out: Path | None, names: tuple[str, ...], pairs: int
+) -> None:
     """Run the GPU experiments and write one evidence record each.
 
     Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
@@ -322,7 +326,7 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
         from omni_kv.experiments.gpu.record import record_command
 
         to_write(out or data_dir(), DATA_VARIABLE)
-        missing = record_command(preset, device, out, names, click.echo)
+        missing = record_command(preset, device, out, names, click.echo, pairs)
     if missing:
         click.echo(f"not complete: {', '.join(missing)}", err=True)
         raise SystemExit(1)

@@ -280,6 +280,7 @@ class Timing(_Named):
         nbytes: bytes that one run has to read and write.
         note: what was changed or what is special.
         predicted_ms: what the change was expected to add to a step, in milliseconds.
+        cpu_seconds: processor time of each run, in the process and those that it started.
     """
 
     kind: Literal["timing"] = "timing"
@@ -289,6 +290,7 @@ class Timing(_Named):
     nbytes: float | None = None
     note: str = ""
     predicted_ms: float | None = None
+    cpu_seconds: list[float] | None = None
 
     @property
     def ceiling(self) -> str | None:

@@ -25,6 +25,7 @@ class AtlasRecord(Strict):
         release: version of torch without the local part.
         kind: ``cpu`` or ``cuda``.
         recorded: where, when and by which command.
+        fixes: names of the candidate fixes that were in place; None without.
         seconds: time that the cells took, added up over workers.
         cells: results, in the order of the axes.
     """
@@ -32,6 +33,7 @@ class AtlasRecord(Strict):
     release: str
     kind: str
     recorded: Provenance
+    fixes: list[str] | None = None
     seconds: float
     cells: list[CellResult]
 
@@ -45,10 +47,20 @@ def atlas_dir() -> Path:
     return data_dir() / "atlas"
 
 
-def record_path(folder: Path, release: str, kind: str, shard: str | None = None) -> Path:
-    """The file of one release; shards of it have files of their own."""
+def record_path(
+    folder: Path,
+    release: str,
+    kind: str,
+    shard: str | None = None,
+    fixes: Sequence[str] = (),
+) -> Path:
+    """The file of one release; shards of it, and records with fixes, have files of their own.
+
+    ``records`` does not find those.
+    """
     part = f".shard-{shard.replace('/', '-of-')}" if shard else ""
-    return folder / f"torch-{release}-{kind}{part}.json"
+    fixed = f"-fix-{'+'.join(fixes)}" if fixes else ""
+    return folder / f"torch-{release}-{kind}{fixed}{part}.json"
 
 
 def read(path: Path) -> AtlasRecord:
@@ -78,12 +90,12 @@ def merge(records: Sequence[AtlasRecord]) -> AtlasRecord:
     """Put shards of one release together.
 
     Raises:
-        AtlasError: if they are of two releases or devices, or answer a cell twice.
+        AtlasError: if they are of two releases, devices or sets of fixes, or answer a cell twice.
     """
     first = records[0]
     cells: dict[str, CellResult] = {}
     for record in records:
-        for name in ("release", "kind"):
+        for name in ("release", "kind", "fixes"):
             if getattr(record, name) != getattr(first, name):
                 raise AtlasError(f"two of {name}: {getattr(first, name)}, {getattr(record, name)}")
         if record.recorded.revision != first.recorded.revision:
@@ -98,9 +110,9 @@ def merge(records: Sequence[AtlasRecord]) -> AtlasRecord:
 
 
 def records(kind: str = "cpu", folder: Path | None = None) -> list[AtlasRecord]:
-    """All records of one kind of device, by release."""
-    paths = (folder or atlas_dir()).glob(f"torch-*-{kind}.json")
-    return sorted((read(path) for path in paths), key=lambda r: by_number(r.release))
+    """All records of one kind of device without fixes, by release."""
+    found = [read(path) for path in (folder or atlas_dir()).glob(f"torch-*-{kind}.json")]
+    return sorted((r for r in found if not r.fixes), key=lambda r: by_number(r.release))
 
 
 def by_number(release: str) -> list[int]:

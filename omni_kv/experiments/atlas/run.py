@@ -8,6 +8,7 @@ device broken is the last.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -182,6 +183,15 @@ class _Call:
 
 
 def _observe(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
+    from omni_kv.upstream import installed
+
+    with contextlib.ExitStack() as stack:
+        for fix in cell.fixes:
+            stack.enter_context(installed(fix))
+        return _observe_here(cell, memories)
+
+
+def _observe_here(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
     import torch
 
     from omni_kv.experiments.atlas import layouts
