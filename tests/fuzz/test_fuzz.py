@@ -1,4 +1,4 @@
-"""A small share of ``make fuzz``: the audit against plain ``torch.compile`` over random programs."""
+"""A share of ``make fuzz``: the audit against plain ``torch.compile`` over random programs."""
 
 import os
 import subprocess
