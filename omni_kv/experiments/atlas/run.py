@@ -102,6 +102,8 @@ def _fork_for_each(cells: list[Cell]) -> list[CellResult]:
     import torch
     import torch._inductor.compile_fx
 
+    # What the children's environment says, for releases that do not read it there.
+    torch._inductor.config.cpp.vec_isa_ok = False
     torch.set_num_threads(1)
     results = []
     for cell in cells:
