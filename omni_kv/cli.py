@@ -242,12 +242,34 @@ def report(executed: Path, out: Path, device_record: str | None) -> None:
 @main.command()
 @click.argument("case", metavar="PACKAGE.MODULE:MAKE_CASE")
 @click.option("--second", metavar="PACKAGE.MODULE:MAKE_CASE", help="Arguments of a second call.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell every op, argument and run, too.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "sarif", "junit"]),
+    default="text",
+    show_default=True,
+    help="What to print; docs/audit.md describes each.",
+)
+@click.option("--json", "form", flag_value="json", help="The same as --format json.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the report in this format to a file, and print it as text.",
+)
 @click.option("--no-run", is_flag=True, help="Only compile: do not run compiled against eager.")
 @click.option("--grad", is_flag=True, help="Leave autograd on; it is off by default.")
 @click.pass_context
 def audit(
-    context: click.Context, case: str, second: str | None, as_json: bool, no_run: bool, grad: bool
+    context: click.Context,
+    case: str,
+    second: str | None,
+    verbose: bool,
+    form: str,
+    output: Path | None,
+    no_run: bool,
+    grad: bool,
 ) -> None:
     """Say what torch.compile does to the arguments that a callable mutates.
 
@@ -256,11 +278,15 @@ def audit(
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
     from omni_kv.audits.command import EXIT_CODES, NoCase, audit_case
+    from omni_kv.audits.formats import FORMATS
 
     try:
         # What the module prints must not stand in front of the report.
         with contextlib.redirect_stdout(sys.stderr):
             report = audit_case(case, second, run=not no_run, grad=grad)
+        written = FORMATS[form](report)
+        if output is not None:
+            output.write_text(written + "\n", encoding="utf-8")
     except NoCase as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:
@@ -269,7 +295,8 @@ def audit(
             raise
         told = f"the audit itself failed: {type(error).__name__}: {error}"
         raise Refusal(f"{' '.join(told.split())} (OMNI_KV_DEBUG=1 shows where)") from error
-    click.echo(report.model_dump_json(indent=2) if as_json else str(report))
+    as_text = form == "text" or output is not None
+    click.echo(report.text(verbose=verbose) if as_text else written)
     context.exit(EXIT_CODES[report.verdict])
 
 
@@ -283,19 +310,22 @@ def audit(
 def figures(out: Path | None) -> None:
     """Draw the pictures that the documents show: from the records, and from the imports.
 
-    Without --out, the list of PyTorch's private names in `docs/` is written again, too.
+    Without --out, what `docs/` holds of the code is written again, too: the list of PyTorch's
+    private names, and the schema of the audit's JSON.
     """
     with _one_line():
         from omni_kv.evidence.paths import project_dir, to_write
         from omni_kv.evidence.records import DATA_VARIABLE, data_dir
-        from omni_kv.publish.figures.packages import write_names, write_packages
+        from omni_kv.publish.figures.packages import write_names, write_packages, write_schema
         from omni_kv.publish.figures.site import write_pictures
 
         folder = to_write(out or data_dir() / "figures", DATA_VARIABLE)
         for path in (*write_pictures(folder), write_packages(folder)):
             click.echo(path)
         if out is None:
-            click.echo(write_names(to_write(project_dir() / "docs", DATA_VARIABLE)))
+            docs = to_write(project_dir() / "docs", DATA_VARIABLE)
+            click.echo(write_names(docs))
+            click.echo(write_schema(docs))
 
 
 @main.command("record")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 
 from omni_kv.audits.audit import Call, audit_all
 from omni_kv.audits.report import AuditReport
+from omni_kv.lens.capture import original
 
 EXIT_CODES = {"clean": 0, "findings": 1, "could not run": 2}
 
@@ -77,7 +79,16 @@ def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditR
         call.second, call.second_kwargs = other.args, other.kwargs
     call.make = partial(_make, target, second)
     with torch.set_grad_enabled(grad):
-        return audit_all([call], run=run)[0]
+        report = audit_all([call], run=run)[0]
+    report.place = _beginning(call.fn)
+    return report
+
+
+def _beginning(fn: Any) -> str | None:
+    """Where a callable begins, as ``file:line``; None if it has no code of its own."""
+    fn = original(fn)
+    code = getattr(inspect.unwrap(getattr(fn, "forward", fn)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def _make(

@@ -21,7 +21,14 @@ from omni_kv.publish.site.pages import Run
 
 #: Prose pages that come before the notebooks, and after them; the order on paper, too.
 FIRST = ("in_short", "lookup")
-LAST = ("statements", "records", "glossary", "docs/architecture", "docs/pytorch_names")
+LAST = (
+    "statements",
+    "records",
+    "glossary",
+    "docs/audit",
+    "docs/architecture",
+    "docs/pytorch_names",
+)
 
 
 def fill_in(source: Path, runs: Sequence[Run], *, paged: bool = False) -> None:
