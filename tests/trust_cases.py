@@ -207,3 +207,32 @@ def strides(x):
     """Equal values in another order of memory: no fault by itself."""
     y = x.view(2, 4) * 2
     return y.t().contiguous().t() if torch.compiler.is_compiling() else y
+
+
+def slides_left(buffer, x):
+    """Overlapping copy: right in the order of the rows, a race where threads share the rows."""
+    buffer[:-1] = buffer[1:].clone()
+    return x * 2
+
+
+def slides_left_right(buffer, x):
+    """The same through a tensor of its own, which the compiler may not see through."""
+    buffer[:-1] = rows_behind(buffer)
+    return x * 2
+
+
+@torch.library.custom_op("trust_cases::rows_behind", mutates_args=())
+def rows_behind(buffer: torch.Tensor) -> torch.Tensor:
+    """All rows but the first, in memory of their own."""
+    return buffer[1:].clone()
+
+
+rows_behind.register_fake(lambda buffer: buffer.new_empty(buffer.shape[0] - 1, *buffer.shape[1:]))
+
+
+def make_slides_left():
+    return slides_left, (torch.arange(1024 * 2048.0).view(1024, 2048), torch.ones(2048))
+
+
+def make_slides_left_right():
+    return slides_left_right, make_slides_left()[1]

@@ -22,6 +22,7 @@ from omni_kv.audits.compare import compare
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
 from omni_kv.audits.report import AuditReport, Rewritten, Shapes
+from omni_kv.audits.threads import ONE_CORE, callers_machine, cores
 from omni_kv.audits.verdict import conclude
 from omni_kv.lens.capture import Until, capture, original
 from omni_kv.lens.graph import GraphCapture
@@ -57,6 +58,7 @@ def audit(
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     dynamic: bool | Literal["both"] = "both",
     until: Until = "code",
+    threads: int | None = None,
 ) -> AuditReport:
     """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
 
@@ -70,6 +72,7 @@ def audit(
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
         until: ``graph`` leaves out the generated code, and with it what a clone reads.
+        threads: threads of the run that looks for races; by default as many as torch uses here.
 
     Returns:
         The report; a callable that cannot be audited gets one that says why, not an exception.
@@ -78,9 +81,8 @@ def audit(
         TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
     """
     check_call(args, kwargs)
-    return audit_all([Call(fn, args, kwargs or {}, second)], run=run, dynamic=dynamic, until=until)[
-        0
-    ]
+    call = Call(fn, args, kwargs or {}, second)
+    return audit_all([call], run=run, dynamic=dynamic, until=until, threads=threads)[0]
 
 
 def check_call(args: Any, kwargs: Any) -> None:
@@ -102,6 +104,7 @@ def audit_all(
     run: bool = True,
     dynamic: bool | Literal["both"] = "both",
     until: Until = "code",
+    threads: int | None = None,
     workers: int = 2,
 ) -> list[AuditReport]:
     """Audit several callables; they share the child processes, whose start is half of the time.
@@ -111,6 +114,7 @@ def audit_all(
         run: as in ``audit``.
         dynamic: as in ``audit``.
         until: as in ``audit``.
+        threads: as in ``audit``.
         workers: child processes at a time.
     """
     settings = {"both": (None, True), False: (None,), True: (True,)}[dynamic]
@@ -128,7 +132,7 @@ def audit_all(
         report.seconds = time.perf_counter() - start
         reports.append(report)
     if run:
-        _run(calls, reports, settings, workers)
+        _run(calls, reports, settings, workers, threads)
     for report in reports:
         conclude(report)
     return reports
@@ -139,6 +143,7 @@ def _run(
     reports: Sequence[AuditReport],
     settings: Sequence[bool | None],
     workers: int,
+    threads: int | None,
 ) -> None:
     """Compare compiled and eager for every call that compiled, and file what came out."""
     jobs: list[tuple[AuditReport, Job]] = []
@@ -153,14 +158,24 @@ def _run(
             dynamic=settings,
         )
         jobs += [(report, replace(job, make=call.make)) for job in made]
+        if jobs and _race_possible(report) and cores() > 1:
+            jobs[-len(made)][1].machine = callers_machine(threads)
     start = time.perf_counter()
     comparisons = iter(compare([job for _, job in jobs], workers))
     for report, job in jobs:
         report.comparisons += [next(comparisons) for label in job.labels if label]
     for report in reports:
         _settle(report)
+        if _race_possible(report) and cores() == 1 and report.comparisons:
+            first = report.comparisons[0]
+            first.note = "; ".join(filter(None, [first.note, ONE_CORE]))
     for report in {id(report): report for report, _ in jobs}.values():
         report.seconds += time.perf_counter() - start
+
+
+def _race_possible(report: AuditReport) -> bool:
+    """Whether threads may matter: only a loop that writes what others read can race."""
+    return any(shapes.loops_write_inputs is not False for shapes in report.shapes)
 
 
 def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
@@ -186,6 +201,7 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
         missing = ", ".join(seen.missing)
         shapes.instrument = f"The instrument does not know torch {torch.__version__}: {missing}."
     try:
+        shapes.loops_write_inputs = _loops_write(seen.graphs)
         for number, graph in enumerate(seen.graphs):
             shapes.ops += ops_of(graph, number)
             shapes.aliases += aliases_of(graph)
@@ -195,6 +211,18 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
     if not any(graph.post_grad_after_decomposition for graph in seen.graphs) and not seen.missing:
         shapes.problem = "It makes no graph: there is nothing in it to compile."
     return shapes
+
+
+def _loops_write(graphs: Sequence[GraphCapture]) -> bool | None:
+    """Whether loops of the generated code write into inputs; None if no code was generated."""
+    if not graphs or any(graph.generated_code is None for graph in graphs):
+        return None
+    inputs = [{i.aot for i in graph.inputs} for graph in graphs]
+    return any(
+        kernel.into in given
+        for graph, given in zip(graphs, inputs, strict=True)
+        for kernel in graph.kernels
+    )
 
 
 def _rewritten(graph: GraphCapture) -> list[Rewritten]:

@@ -13,7 +13,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,10 +22,14 @@ from omni_kv.audits.differences import bits_of, difference_of
 from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
+from omni_kv.audits.threads import ORDINARY, Machine, repeated
 from omni_kv.lens.fresh import recompilable
 from omni_kv.lens.graph import input_name
 from omni_kv.sandbox.process import graph_caches_off, run_forked
 from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
+
+
+T = TypeVar("T")
 
 
 def cause_line(error: BaseException) -> str:
@@ -54,7 +58,7 @@ class _Backend:
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         self.fn = fn
         self.options = options
-        self.memory: Memory | None = None
+        self.memory: Memory | Literal["ordinary"] | None = None
         self.inputs: dict[str, torch.Tensor] = {}
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -69,6 +73,8 @@ class _Backend:
                 tensors = zip(names, inputs, strict=True)
                 self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
                 raise _Hold
+            if self.memory == "ordinary":
+                return compiled(*inputs)
             laid, write_back = lay(inputs, self.memory)
             results = compiled(*laid)
             write_back()
@@ -124,11 +130,17 @@ def _as_the_caller(job: Job) -> Iterator[None]:
         yield
 
 
-def _do(job: Job) -> list[Comparison]:
-    """Compile for each call of the series, and compare those that have a label."""
+def _compiled(job: Job) -> tuple[_Backend, Callable[..., Any]]:
+    """The callable as the caller compiles it, from nothing; held before it runs."""
     backend = _Backend(job.fn, job.settings.options)
     dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
-    compiled = torch.compile(recompilable(job.fn)[0], backend=backend, dynamic=dynamic)
+    fresh, _ = recompilable(job.fn)
+    return backend, torch.compile(fresh, backend=backend, dynamic=dynamic)
+
+
+def _do(job: Job) -> list[Comparison]:
+    """Compile for each call of the series, and compare those that have a label."""
+    backend, compiled = _compiled(job)
     comparisons: list[Comparison] = []
     for (args, kwargs), label in zip(job.calls(), job.labels, strict=True):
         backend.memory = None
@@ -142,7 +154,8 @@ def _do(job: Job) -> list[Comparison]:
             left = [label for label in job.labels[len(comparisons) :] if label]
             return comparisons + [failed.model_copy(update={"label": name}) for name in left]
         if label is not None:
-            comparison = call.compare(compiled)
+            machine, job.machine = job.machine, None
+            comparison = call.compare(compiled, partial(_compiled, job), machine)
             comparisons.append(comparison.model_copy(update={"label": label}))
     return comparisons
 
@@ -169,7 +182,12 @@ class _Call:
         how = f"compiled raises where eager works: {how}"
         return Comparison(label="", result="raised", how=how, eager_works=True)
 
-    def compare(self, compiled: Callable[..., Any]) -> Comparison:
+    def compare(
+        self,
+        compiled: Callable[..., Any],
+        again: Callable[[], tuple[_Backend, Callable[..., Any]]],
+        machine: Machine | None,
+    ) -> Comparison:
         """Run eagerly and compiled, each in a fork, and say where the two disagree."""
         self._look()
         status, expected = self._eagerly()
@@ -185,12 +203,40 @@ class _Call:
             runs.append(_judge(memory, how, self.before, expected, got))
             if got is not None:
                 note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
+        if machine is not None:
+            runs.append(self._threaded(machine, again, expected))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
             how = "it draws random numbers: what differs cannot be told from the draw"
             comparison = Comparison(label="", result="not run", how=how, runs=runs)
         changed = [name for name in expected.values if name not in expected.places]
         return comparison.model_copy(update={"changed": changed, "note": note})
+
+    def _threaded(
+        self,
+        machine: Machine,
+        again: Callable[[], tuple[_Backend, Callable[..., Any]]],
+        expected: Seen,
+    ) -> Run:
+        """Compile again for the caller's machine, and call on equal inputs, a fork each."""
+        backend, compiled = again()
+        try:
+            with machine.compiling(), contextlib.suppress(_Hold):
+                compiled(*self.args, **self.kwargs)
+        except Exception as error:
+            how = f"it does not compile for {machine}: {cause_line(error)}"
+            return Run(memory=ORDINARY, result="not run", how=how)
+        backend.memory = "ordinary"
+
+        def work() -> Run:
+            torch.set_num_threads(machine.threads)
+            return _judge(ORDINARY, "", self.before, expected, self._call(compiled))
+
+        def call() -> Run:
+            how, run = _fork(work)
+            return _judge(ORDINARY, how, self.before, expected, None) if run is None else run
+
+        return repeated(machine, call)
 
     def _look(self) -> None:
         """Name the tensors that the call can change, and keep their values."""
@@ -281,8 +327,8 @@ def _comparison(runs: list[Run]) -> Comparison:
 
 
 def _fork(
-    work: Callable[[], Seen],
-) -> tuple[str, Seen | None]:
+    work: Callable[[], T],
+) -> tuple[str, T | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
     outcome = run_forked(work)
     how = "" if outcome.status == "returned" else first_line(outcome.error or "")
@@ -290,7 +336,7 @@ def _fork(
 
 
 def _judge(
-    memory: Memory,
+    memory: str,
     status: str,
     before: dict[str, torch.Tensor],
     expected: Seen,

@@ -16,6 +16,7 @@ import torch._functorch.config
 import torch._inductor.config
 
 from omni_kv.audits.report import Comparison, Result
+from omni_kv.audits.threads import Machine
 from omni_kv.lens.fresh import Settings, original, settings_of
 from omni_kv.sandbox.relocate import View, map_leaves, pack
 
@@ -35,6 +36,8 @@ class Job:
         grad: whether autograd records; the caller's mode if not given.
         inference: whether the caller is in inference mode.
         config: what the caller changed in the compiler's configuration, by module and name.
+        machine: threads and vector code of a further run, in ordinary memory, of the first call
+            that has a label; None if it is not made.
         make: makes callable and arguments anew, see ``Named``; None if only the caller can.
         buffers: the module's buffers that are views, by name; filled in for the journey.
     """
@@ -49,6 +52,7 @@ class Job:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     config: dict[str, dict[str, Any]] = field(default_factory=lambda: changed_config())
+    machine: Machine | None = None
     make: Callable[[], Any] | None = None
     buffers: dict[str, View] = field(default_factory=dict)
 

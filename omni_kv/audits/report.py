@@ -192,7 +192,8 @@ class Shapes(BaseModel):
     """What the compiler did with one setting of ``dynamic=``.
 
     ``problem`` says why it does not compile. ``instrument`` says what the lens could not look at:
-    a failure of the instrument and none of the callable.
+    a failure of the instrument and none of the callable. ``loops_write_inputs`` says whether loops
+    of the generated code write into the caller's tensors; None if it is not known.
     """
 
     label: str
@@ -200,6 +201,7 @@ class Shapes(BaseModel):
     graph_break: str | None = None
     problem: str | None = None
     instrument: str | None = None
+    loops_write_inputs: bool | None = None
     rewritten: list[Rewritten] = Field(default_factory=list)
     seconds: float = 0.0
     ops: list[Op] = Field(default_factory=list)
@@ -253,7 +255,7 @@ class AuditReport(BaseModel):
 
 NOT_COMPARED = (
     "not compared: whether results share memory with each other, values inside objects that are no "
-    "data, runs with several threads and vector code"
+    "data"
 )
 
 

@@ -19,8 +19,10 @@ from omni_kv.audits import audit as engine
 from omni_kv.audits.audit import Call, audit, audit_all
 from omni_kv.audits.differences import wrong_elements
 from omni_kv.audits.report import AuditReport
+from omni_kv.audits.threads import ONE_CORE, cores
 from omni_kv.cli import main
 from omni_kv.lens import capture as lens
+from omni_kv.sandbox.process import run_isolated
 
 pytestmark = pytest.mark.compiles
 
@@ -43,6 +45,8 @@ CALLS = {
     "positive": Call(*cases.make_grow()),
     "dropout": Call(cases.dropout, (torch.zeros(64), torch.ones(64))),
     "compile raises": Call(cases.compile_raises, (x8.clone(),)),
+    "race": Call(*cases.make_slides_left()),
+    "race, right": Call(*cases.make_slides_left_right()),
     "eager raises": Call(cases.beyond, (x8.clone(),)),
 }
 
@@ -50,7 +54,7 @@ CALLS = {
 @pytest.fixture(scope="module")
 def reports() -> dict[str, AuditReport]:
     with torch.no_grad():
-        made = audit_all(list(CALLS.values()), dynamic=False)
+        made = audit_all(list(CALLS.values()), dynamic=False, threads=2)
     return dict(zip(CALLS, made, strict=True))
 
 
@@ -78,6 +82,58 @@ def test_what_differs_is_found_and_its_twin_is_not_blamed(reports, kind) -> None
     assert reports[kind].verdict == "findings"
     assert reports[kind].comparison("static").result == "differs"
     assert reports[f"{kind}, right"].comparison("static").result == "same"
+
+
+several_cores = pytest.mark.skipif(cores() < 2, reason="a race needs two cores")
+
+
+@several_cores
+def test_a_race_of_two_threads_is_found_and_its_twin_is_not_blamed(reports) -> None:
+    *laid, threaded = reports["race"].comparison("static").runs
+    assert {run.result for run in laid} == {"same"}
+    fn, args = cases.make_slides_left()
+    wrong = races(fn, args)
+    assert (threaded.result == "differs") == wrong
+    if wrong:
+        assert "calls with 2 threads" in threaded.how
+        assert any("calls with 2 threads" in finding for finding in reports["race"].findings)
+    twin = reports["race, right"].comparison("static").runs
+    assert len(twin) == 4 and {run.result for run in twin} == {"same"}
+
+
+def races(fn, args) -> bool:
+    """Whether plain ``torch.compile`` is wrong in any of some calls with two threads."""
+    return run_isolated(calls_that_differ, fn, args, env=plain_env).unwrap() > 0
+
+
+plain_env = {"OMP_NUM_THREADS": "2"}
+
+
+def calls_that_differ(fn, args, calls: int = 20) -> int:
+    compiled, wrong = torch.compile(fn), 0
+    torch.set_num_threads(2)
+    expected = [arg.clone() for arg in args]
+    fn(*expected)
+    with torch.no_grad():
+        for _ in range(calls):
+            given = [arg.clone() for arg in args]
+            compiled(*given)
+            wrong += not all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    return wrong
+
+
+def test_the_run_with_threads_is_made_where_loops_write_into_inputs(reports) -> None:
+    assert len(reports["positive"].comparison("static").runs) == 3
+    assert reports["positive"].shapes[0].loops_write_inputs is False
+    assert reports["race"].shapes[0].loops_write_inputs is True
+
+
+def test_a_machine_with_one_core_says_that_no_race_was_looked_for(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "cores", lambda: 1)
+    with torch.no_grad():
+        report = audit(cases.tiny_values_right, cases.make_tiny_values()[1], dynamic=False)
+    assert len(report.comparison("static").runs) == 3
+    assert ONE_CORE in str(report)
 
 
 def test_where_a_result_lies_is_said(reports) -> None:
