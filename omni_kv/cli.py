@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -260,7 +261,8 @@ def audit(
     try:
         # What the module prints must not stand in front of the report.
         with contextlib.redirect_stdout(sys.stderr):
-            report = audit_case(case, second, run=not no_run, grad=grad)
+            say = functools.partial(click.echo, err=True)
+            report = audit_case(case, second, run=not no_run, grad=grad, say=say)
     except NoCase as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:

@@ -106,6 +106,7 @@ def audit_all(
     until: Until = "code",
     threads: int | None = None,
     workers: int = 2,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[AuditReport]:
     """Audit several callables; they share the child processes, whose start is half of the time.
 
@@ -116,11 +117,13 @@ def audit_all(
         until: as in ``audit``.
         threads: as in ``audit``.
         workers: child processes at a time.
+        say: is told what is about to be done, in one line each time.
     """
     settings = {"both": (None, True), False: (None,), True: (True,)}[dynamic]
     reports = []
     for call in calls:
         start = time.perf_counter()
+        say(f"compiling {_name(original(call.fn))}")
         report = AuditReport(
             callable=_name(original(call.fn)),
             torch=torch.__version__,
@@ -132,7 +135,7 @@ def audit_all(
         report.seconds = time.perf_counter() - start
         reports.append(report)
     if run:
-        _run(calls, reports, settings, workers, threads)
+        _run(calls, reports, settings, workers, threads, say)
     for report in reports:
         conclude(report)
     return reports
@@ -144,6 +147,7 @@ def _run(
     settings: Sequence[bool | None],
     workers: int,
     threads: int | None,
+    say: Callable[[str], None],
 ) -> None:
     """Compare compiled and eager for every call that compiled, and file what came out."""
     jobs: list[tuple[AuditReport, Job]] = []
@@ -161,6 +165,11 @@ def _run(
         if jobs and _race_possible(report) and cores() > 1:
             jobs[-len(made)][1].machine = callers_machine(threads)
     start = time.perf_counter()
+    largest = sorted((job.memory() for _, job in jobs), reverse=True)[:workers]
+    say(
+        f"comparing compiled with eager, {len(largest)} at a time: "
+        f"about {sum(largest) / 2**20:,.0f} MiB beside the processes themselves"
+    )
     comparisons = iter(compare([job for _, job in jobs], workers))
     for report, job in jobs:
         report.comparisons += [next(comparisons) for label in job.labels if label]

@@ -28,7 +28,6 @@ from omni_kv.lens.graph import input_name
 from omni_kv.sandbox.process import graph_caches_off, run_forked
 from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
 
-
 T = TypeVar("T")
 
 
@@ -105,16 +104,35 @@ def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
     """Do the jobs in turn; one that fails leaves the others alone."""
     torch.set_num_threads(1)
     done = []
-    for parcel in parcels:
+    while parcels:
+        # Gone from the list, so that its bytes do not lie beside the tensors made of them.
+        parcel = parcels.pop(0)
+        labels = parcel.labels
         try:
             job = parcel.job()
+            del parcel
             with _as_the_caller(job):
                 done.append(_do(job))
         except Exception as error:
             traceback.print_exc()
-            how = _hinted(cause_line(error))
-            done.append([Comparison(label=n, result="raised", how=how) for n in parcel.labels])
+            how = f"{type(error).__name__}: {error}"
+            result: Result = "killed" if out_of_memory(how) else "raised"
+            how = OUT_OF_MEMORY if result == "killed" else _hinted(cause_line(error))
+            done.append([Comparison(label=n, result=result, how=how) for n in labels])
     return done
+
+
+#: How torch, Python and the kernel say that there is no more memory.
+_NO_MEMORY = ("SIGKILL", "MemoryError", "OutOfMemoryError", "t allocate memory", "annot allocate")
+OUT_OF_MEMORY = "out of memory"
+
+
+def out_of_memory(how: str) -> bool:
+    """Whether an end means that memory ran out: the kernel takes a process by SIGKILL then.
+
+    A wrong read never ends so.
+    """
+    return any(sign in how for sign in _NO_MEMORY)
 
 
 @contextlib.contextmanager
@@ -177,6 +195,8 @@ class _Call:
         self._look()
         how = _hinted(cause_line(error))
         status, expected = self._eagerly()
+        if out_of_memory(f"{type(error).__name__}: {error}"):
+            return Comparison(label="", result="killed", how=OUT_OF_MEMORY)
         if expected is None:
             return Comparison(label="", result="raised", how=f"eager raises, too: {status}")
         how = f"compiled raises where eager works: {how}"
@@ -199,10 +219,9 @@ class _Call:
         runs = []
         for memory in MEMORIES:
             self.backend.memory = memory
-            how, got = _fork(partial(self._call, compiled))
-            runs.append(_judge(memory, how, self.before, expected, got))
-            if got is not None:
-                note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
+            run, notes = self._judged(memory, compiled, expected)
+            runs.append(run)
+            note = "; ".join(dict.fromkeys(filter(None, [note, *notes])))
         if machine is not None:
             runs.append(self._threaded(machine, again, expected))
         comparison = _comparison(runs)
@@ -228,15 +247,21 @@ class _Call:
             return Run(memory=ORDINARY, result="not run", how=how)
         backend.memory = "ordinary"
 
-        def work() -> Run:
-            torch.set_num_threads(machine.threads)
-            return _judge(ORDINARY, "", self.before, expected, self._call(compiled))
+        judged = partial(self._judged, ORDINARY, compiled, expected, machine.threads)
+        return repeated(machine, lambda: judged()[0])
 
-        def call() -> Run:
-            how, run = _fork(work)
-            return _judge(ORDINARY, how, self.before, expected, None) if run is None else run
+    def _judged(
+        self, memory: str, compiled: Callable[..., Any], expected: Seen, threads: int = 1
+    ) -> tuple[Run, list[str]]:
+        """One compiled call in a fork, judged there: its values need not travel."""
 
-        return repeated(machine, call)
+        def work() -> tuple[Run, list[str]]:
+            torch.set_num_threads(threads)
+            got = self._call(compiled)
+            return _judge(memory, "", self.before, expected, got), expected.restrided(got)
+
+        how, judged = _fork(work)
+        return judged or (_judge(memory, how, self.before, expected, None), [])
 
     def _look(self) -> None:
         """Name the tensors that the call can change, and keep their values."""
@@ -299,6 +324,8 @@ class _Call:
         if got is not None and not status.startswith("SIG"):
             how = f"eager raises {status}, and compiled returns"
             return Comparison(label="", result="differs", how=how)
+        if out_of_memory(status):
+            return Comparison(label="", result="killed", how=f"{OUT_OF_MEMORY} ({status}) in eager")
         how = f"the eager call itself did not return: {status}"
         return Comparison(label="", result="raised", how=how)
 
@@ -342,10 +369,8 @@ def _judge(
     expected: Seen,
     got: Seen | None,
 ) -> Run:
-    if got is None and status == "SIGKILL":
-        # The kernel takes a process that way when memory runs out; a wrong read never ends so.
-        how = "killed from outside (SIGKILL), most likely since memory ran out"
-        return Run(memory=memory, result="killed", how=how)
+    if got is None and out_of_memory(status):
+        return Run(memory=memory, result="killed", how=f"{OUT_OF_MEMORY} ({status})")
     if got is None:
         crashed = status.startswith("SIG")
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)

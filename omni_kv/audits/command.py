@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,21 @@ def _made(target: str) -> Any:
         raise NoCase(f"{target} raised {type(error).__name__}: {error}") from error
 
 
-def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditReport:
+def audit_case(
+    target: str,
+    second: str | None,
+    run: bool,
+    grad: bool,
+    say: Callable[[str], None],
+) -> AuditReport:
     """Audit the case that ``target`` makes; ``second`` makes the one whose arguments come next.
+
+    Args:
+        target: as in ``load_case``.
+        second: as in ``load_case``.
+        run: as in ``audit``.
+        grad: whether autograd records.
+        say: is told what is about to be done.
 
     Raises:
         NoCase: if either is no case.
@@ -77,7 +90,7 @@ def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditR
         call.second, call.second_kwargs = other.args, other.kwargs
     call.make = partial(_make, target, second)
     with torch.set_grad_enabled(grad):
-        return audit_all([call], run=run)[0]
+        return audit_all([call], run=run, say=say)[0]
 
 
 def _make(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audits.child import first_line, run_jobs
+from omni_kv.audits.child import OUT_OF_MEMORY, first_line, out_of_memory, run_jobs
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
 from omni_kv.sandbox.process import Outcome, run_all, run_isolated
@@ -63,6 +63,8 @@ _CHILD_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:
     if outcome.status == "timed out":
         return "timed out", "the child process ran out of time"
+    if outcome.signal == "SIGKILL" or out_of_memory(outcome.error or ""):
+        return "killed", f"{OUT_OF_MEMORY} (the child process, {outcome.describe()})"
     if outcome.status == "killed":
         return "raised", f"the child process was killed by {outcome.signal} while compiling"
     return "raised", first_line(outcome.error or "")

@@ -14,11 +14,12 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+from torch.utils import _pytree as pytree
 
 from omni_kv.audits.report import Comparison, Result
 from omni_kv.audits.threads import Machine
 from omni_kv.lens.fresh import Settings, original, settings_of
-from omni_kv.sandbox.relocate import View, map_leaves, pack
+from omni_kv.sandbox.relocate import ROOM, View, map_leaves, pack
 
 
 @dataclass
@@ -85,6 +86,20 @@ class Job:
         keywords = [self.kwargs] * (len(self.series) - 1) + [last]
         return list(zip(self.series, keywords, strict=True))
 
+    def memory(self) -> int:
+        """Bytes that running this takes at most, about, besides what a process needs anyway.
+
+        The arguments lie in the child, beside a copy of them as they were. A call in a fork may
+        change them, lays them anew between filled neighbours, and keeps what it changed.
+        """
+        leaves = pytree.tree_leaves((self.series[-1:], self.kwargs, self.second_kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if isinstance(self.fn, torch.nn.Module):
+            tensors += [*self.fn.parameters(), *self.fn.buffers()]
+        storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        return sum(COPIES * size + 2 * min(size, ROOM) for size in sizes.values())
+
     def untested(self, result: Result, how: str) -> list[Comparison]:
         """The comparisons of this job if none of them could be made."""
         return [Comparison(label=label, result=result, how=how) for label in self.labels if label]
@@ -150,6 +165,9 @@ def changed_config() -> dict[str, dict[str, Any]]:
             found[module] = changed
     return found
 
+
+#: How often a storage is in memory while a call of it is compared.
+COPIES = 6
 
 OWN_MODULE = "Put the callable and its custom ops in a module that can be imported."
 

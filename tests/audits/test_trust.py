@@ -253,3 +253,26 @@ def test_arguments_in_the_old_form_are_refused_in_one_line() -> None:
 )
 def test_rounding_is_measured_in_the_scale_of_the_data(right, seen, wrong) -> None:
     assert int(wrong_elements(right, seen).sum()) == wrong
+
+
+def test_memory_that_runs_out_is_no_finding_and_a_crash_is_one() -> None:
+    hows = ("killed", "no memory", "child killed", "crashed")
+    calls = [Call(cases.ends, (torch.zeros(8), how)) for how in hows]
+    with torch.no_grad():
+        reports = {
+            how: audit_all([call], dynamic=False)[0]
+            for how, call in zip(hows, calls, strict=True)
+        }  # fmt: skip
+    for how in hows[:3]:
+        assert reports[how].verdict == "could not run", str(reports[how])
+        assert "out of memory" in reports[how].sentence
+    assert reports["crashed"].verdict == "findings"
+    assert "memory ran out" not in str(reports["crashed"])
+
+
+def test_how_much_memory_the_runs_take_is_said_before_they_start() -> None:
+    said: list[str] = []
+    pool = torch.zeros(1 << 20)
+    with torch.no_grad():
+        audit_all([Call(cases.tiny_values, (pool, pool[:1]))], dynamic=False, say=said.append)
+    assert said[-1].startswith("comparing compiled with eager, 1 at a time: about 32 MiB")
