@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -245,10 +245,20 @@ def report(executed: Path, out: Path, device_record: str | None) -> None:
 @click.option("--second", metavar="PACKAGE.MODULE:MAKE_CASE", help="Arguments of a second call.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--no-run", is_flag=True, help="Only compile: do not run compiled against eager.")
+@click.option("--dynamic", default="both", metavar="both|true|false", help="Shapes to look at.")
+@click.option("--mode", help="mode= of torch.compile, if not the one of the callable.")
+@click.option("--backend", help="Backend, likewise; any but inductor is run, not looked into.")
 @click.option("--grad", is_flag=True, help="Leave autograd on; it is off by default.")
+@click.option("--inference-mode", "inference", is_flag=True, help="Do all in inference mode.")
+@click.option("--threads", default="", metavar="N", help="Threads of the run that seeks races.")
 @click.pass_context
 def audit(
-    context: click.Context, case: str, second: str | None, as_json: bool, no_run: bool, grad: bool
+    context: click.Context,
+    case: str,
+    second: str | None,
+    as_json: bool,
+    no_run: bool,
+    **options: Any,
 ) -> None:
     """Say what torch.compile does to the arguments that a callable mutates.
 
@@ -256,14 +266,15 @@ def audit(
 
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
-    from omni_kv.audits.command import EXIT_CODES, NoCase, audit_case
+    from omni_kv.audits.command import EXIT_CODES, BadMode, NoCase, audit_case, modes_named
 
     try:
         # What the module prints must not stand in front of the report.
         with contextlib.redirect_stdout(sys.stderr):
             say = functools.partial(click.echo, err=True)
-            report = audit_case(case, second, run=not no_run, grad=grad, say=say)
-    except NoCase as error:
+            modes = modes_named(**options)
+            report = audit_case(case, second, run=not no_run, modes=modes, say=say)
+    except (BadMode, NoCase) as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:
         # A failure of the tool is no finding.

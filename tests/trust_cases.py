@@ -259,3 +259,15 @@ end.register_fake(lambda pool, how: None)
 
 def ends(pool, how):
     end(pool, how if torch.compiler.is_compiling() else "well")
+
+
+def wrong_with_grad(x):
+    return in_compiled_code(x) if torch.is_grad_enabled() else x * 1.0
+
+
+def wrong_in_inference_mode(x):
+    return in_compiled_code(x) if torch.is_inference_mode_enabled() else x * 1.0
+
+
+def make_wrong_with_grad():
+    return wrong_with_grad, (torch.ones(8),)

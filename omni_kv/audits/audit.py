@@ -7,6 +7,7 @@ extent on the generated kernel's index, what it says of an outcome on a run; nev
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -21,6 +22,7 @@ from omni_kv.audits.child import cause_line
 from omni_kv.audits.compare import compare
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport, Rewritten, Shapes
 from omni_kv.audits.threads import ONE_CORE, callers_machine, cores
 from omni_kv.audits.verdict import conclude
@@ -57,8 +59,12 @@ def audit(
     run: bool = True,
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     dynamic: bool | Literal["both"] = "both",
-    until: Until = "code",
+    mode: str | None = None,
+    backend: str | None = None,
+    grad: bool | None = None,
+    inference_mode: bool | None = None,
     threads: int | None = None,
+    until: Until = "code",
 ) -> AuditReport:
     """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
 
@@ -71,18 +77,24 @@ def audit(
             Mutated tensors that hold one value everywhere are filled with random numbers there.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
-        until: ``graph`` leaves out the generated code, and with it what a clone reads.
+        mode: ``mode=`` of ``torch.compile``, if it is not the one that ``fn`` was compiled with.
+        backend: name of the backend, likewise. Any but Inductor is run, and not looked into.
+        grad: whether autograd records; by default as it is where ``audit`` is called.
+        inference_mode: whether all happens in inference mode, likewise.
         threads: threads of the run that looks for races; by default as many as torch uses here.
+        until: ``graph`` leaves out the generated code, and with it what a clone reads.
 
     Returns:
         The report; a callable that cannot be audited gets one that says why, not an exception.
 
     Raises:
         TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
+        ValueError: if there is no such mode; one line.
     """
     check_call(args, kwargs)
+    modes = Modes(dynamic, mode, backend, grad, inference_mode, threads)
     call = Call(fn, args, kwargs or {}, second)
-    return audit_all([call], run=run, dynamic=dynamic, until=until, threads=threads)[0]
+    return audit_all([call], run=run, modes=modes, until=until)[0]
 
 
 def check_call(args: Any, kwargs: Any) -> None:
@@ -102,9 +114,8 @@ def audit_all(
     calls: Sequence[Call],
     *,
     run: bool = True,
-    dynamic: bool | Literal["both"] = "both",
+    modes: Modes | None = None,
     until: Until = "code",
-    threads: int | None = None,
     workers: int = 2,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[AuditReport]:
@@ -113,13 +124,24 @@ def audit_all(
     Args:
         calls: what to audit.
         run: as in ``audit``.
-        dynamic: as in ``audit``.
+        modes: how the caller compiles and runs.
         until: as in ``audit``.
-        threads: as in ``audit``.
         workers: child processes at a time.
         say: is told what is about to be done, in one line each time.
     """
-    settings = {"both": (None, True), False: (None,), True: (True,)}[dynamic]
+    modes = modes or Modes()
+    with modes.entered():
+        return _audit_all(calls, run, modes, until, workers, say)
+
+
+def _audit_all(
+    calls: Sequence[Call],
+    run: bool,
+    modes: Modes,
+    until: Until,
+    workers: int,
+    say: Callable[[str], None],
+) -> list[AuditReport]:
     reports = []
     for call in calls:
         start = time.perf_counter()
@@ -130,12 +152,12 @@ def audit_all(
             device=_device(call),
             verdict="clean",
             sentence="",
-            shapes=[_look(call, setting, until) for setting in settings],
+            shapes=[_look(call, dynamic, until, modes) for dynamic in modes.shapes],
         )
         report.seconds = time.perf_counter() - start
         reports.append(report)
     if run:
-        _run(calls, reports, settings, workers, threads, say)
+        _run(calls, reports, modes, workers, say)
     for report in reports:
         conclude(report)
     return reports
@@ -144,9 +166,8 @@ def audit_all(
 def _run(
     calls: Sequence[Call],
     reports: Sequence[AuditReport],
-    settings: Sequence[bool | None],
+    modes: Modes,
     workers: int,
-    threads: int | None,
     say: Callable[[str], None],
 ) -> None:
     """Compare compiled and eager for every call that compiled, and file what came out."""
@@ -159,11 +180,11 @@ def _run(
             call.kwargs,
             second=second,
             second_kwargs=call.second_kwargs,
-            dynamic=settings,
+            modes=modes,
         )
         jobs += [(report, replace(job, make=call.make)) for job in made]
         if jobs and _race_possible(report) and cores() > 1:
-            jobs[-len(made)][1].machine = callers_machine(threads)
+            jobs[-len(made)][1].machine = callers_machine(modes.threads)
     start = time.perf_counter()
     largest = sorted((job.memory() for _, job in jobs), reverse=True)[:workers]
     say(
@@ -187,11 +208,17 @@ def _race_possible(report: AuditReport) -> bool:
     return any(shapes.loops_write_inputs is not False for shapes in report.shapes)
 
 
-def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
+def _look(call: Call, dynamic: bool | None, until: Until, modes: Modes) -> Shapes:
     """Compile under the lens; a failure of the lens is kept apart from one of the callable."""
     shapes = Shapes(label="dynamic=True" if dynamic else "static")
+    settings = modes.settings(call.fn)
+    if settings.backend is not None:
+        name = getattr(settings.backend, "__name__", type(settings.backend).__name__)
+        shapes.instrument = f"The lens looks into Inductor alone, and the backend is {name}."
+        return shapes
+    looked = functools.partial(capture, call.fn, *call.args, dynamic=dynamic, until=until)
     try:
-        seen = capture(call.fn, *call.args, dynamic=dynamic, until=until, **call.kwargs)
+        seen = looked(settings=settings, **call.kwargs)
     except UnknownTorch as error:
         shapes.instrument = f"The instrument failed: {error}."
         return shapes

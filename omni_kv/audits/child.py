@@ -23,7 +23,7 @@ from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
 from omni_kv.audits.threads import ORDINARY, Machine, repeated
-from omni_kv.lens.fresh import recompilable
+from omni_kv.lens.fresh import Settings, recompilable
 from omni_kv.lens.graph import input_name
 from omni_kv.sandbox.process import graph_caches_off, run_forked
 from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
@@ -52,11 +52,11 @@ class _Hold(BaseException):
 
 
 class _Backend:
-    """Inductor, with a hand on the compiled function: held at first, then run in laid memory."""
+    """The caller's backend, with a hand on what it compiles: held at first, then in laid memory."""
 
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], settings: Settings) -> None:
         self.fn = fn
-        self.options = options
+        self.settings = settings
         self.memory: Memory | Literal["ordinary"] | None = None
         self.inputs: dict[str, torch.Tensor] = {}
 
@@ -65,7 +65,11 @@ class _Backend:
 
         nodes = gm.graph.find_nodes(op="placeholder")
         names = [input_name(node, self.fn) for node in nodes]
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=self.options or None)
+        if self.settings.backend is not None:
+            compiled: Any = self.settings.backend(gm, example_inputs)
+        else:
+            patches = self.settings.options or None
+            compiled = compile_fx(gm, example_inputs, config_patches=patches)
 
         def call(*inputs: Any) -> Any:
             if self.memory is None:
@@ -150,7 +154,7 @@ def _as_the_caller(job: Job) -> Iterator[None]:
 
 def _compiled(job: Job) -> tuple[_Backend, Callable[..., Any]]:
     """The callable as the caller compiles it, from nothing; held before it runs."""
-    backend = _Backend(job.fn, job.settings.options)
+    backend = _Backend(job.fn, job.settings)
     dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
     fresh, _ = recompilable(job.fn)
     return backend, torch.compile(fresh, backend=backend, dynamic=dynamic)

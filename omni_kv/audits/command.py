@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from omni_kv.audits.audit import Call, audit_all
+from omni_kv.audits.modes import BadMode, Modes
 from omni_kv.audits.report import AuditReport
 
 EXIT_CODES = {"clean": 0, "findings": 1, "could not run": 2}
@@ -69,7 +70,7 @@ def audit_case(
     target: str,
     second: str | None,
     run: bool,
-    grad: bool,
+    modes: Modes,
     say: Callable[[str], None],
 ) -> AuditReport:
     """Audit the case that ``target`` makes; ``second`` makes the one whose arguments come next.
@@ -78,19 +79,36 @@ def audit_case(
         target: as in ``load_case``.
         second: as in ``load_case``.
         run: as in ``audit``.
-        grad: whether autograd records.
+        modes: how the caller compiles and runs.
         say: is told what is about to be done.
 
     Raises:
         NoCase: if either is no case.
     """
-    call = load_case(target)
-    if second is not None:
-        other = load_case(second)
-        call.second, call.second_kwargs = other.args, other.kwargs
-    call.make = partial(_make, target, second)
-    with torch.set_grad_enabled(grad):
-        return audit_all([call], run=run, say=say)[0]
+    with modes.entered():
+        call = load_case(target)
+        if second is not None:
+            other = load_case(second)
+            call.second, call.second_kwargs = other.args, other.kwargs
+        call.make = partial(_make, target, second)
+        return audit_all([call], run=run, modes=modes, say=say)[0]
+
+
+def modes_named(
+    dynamic: str, mode: str | None, backend: str | None, grad: bool, inference: bool, threads: str
+) -> Modes:
+    """The modes that the options of the command line name.
+
+    Raises:
+        BadMode: if there is no such mode.
+    """
+    choices: dict[str, bool | Literal["both"]] = {"both": "both", "true": True, "false": False}
+    if dynamic not in choices:
+        raise BadMode(f"--dynamic is both, true or false, not {dynamic!r}")
+    if threads and not threads.isdecimal():
+        raise BadMode(f"--threads is a number of at least 1, not {threads!r}")
+    number = int(threads) if threads else None
+    return Modes(choices[dynamic], mode, backend, grad, inference, number)
 
 
 def _make(

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from omni_kv.audits import audit as engine
 from omni_kv.audits.audit import Call, audit, audit_all
 from omni_kv.audits.differences import wrong_elements
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport
 from omni_kv.audits.threads import ONE_CORE, cores
 from omni_kv.cli import main
@@ -25,6 +26,8 @@ from omni_kv.lens import capture as lens
 from omni_kv.sandbox.process import run_isolated
 
 pytestmark = pytest.mark.compiles
+
+STATIC = Modes(dynamic=False)
 
 x8 = torch.arange(8.0) + 1
 CALLS = {
@@ -54,7 +57,7 @@ CALLS = {
 @pytest.fixture(scope="module")
 def reports() -> dict[str, AuditReport]:
     with torch.no_grad():
-        made = audit_all(list(CALLS.values()), dynamic=False, threads=2)
+        made = audit_all(list(CALLS.values()), modes=Modes(dynamic=False, threads=2))
     return dict(zip(CALLS, made, strict=True))
 
 
@@ -260,7 +263,7 @@ def test_memory_that_runs_out_is_no_finding_and_a_crash_is_one() -> None:
     calls = [Call(cases.ends, (torch.zeros(8), how)) for how in hows]
     with torch.no_grad():
         reports = {
-            how: audit_all([call], dynamic=False)[0]
+            how: audit_all([call], modes=STATIC)[0]
             for how, call in zip(hows, calls, strict=True)
         }  # fmt: skip
     for how in hows[:3]:
@@ -274,5 +277,5 @@ def test_how_much_memory_the_runs_take_is_said_before_they_start() -> None:
     said: list[str] = []
     pool = torch.zeros(1 << 20)
     with torch.no_grad():
-        audit_all([Call(cases.tiny_values, (pool, pool[:1]))], dynamic=False, say=said.append)
+        audit_all([Call(cases.tiny_values, (pool, pool[:1]))], modes=STATIC, say=said.append)
     assert said[-1].startswith("comparing compiled with eager, 1 at a time: about 32 MiB")
