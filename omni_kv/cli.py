@@ -251,6 +251,7 @@ def report(executed: Path, out: Path, device_record: str | None) -> None:
 @click.option("--grad", is_flag=True, help="Leave autograd on; it is off by default.")
 @click.option("--inference-mode", "inference", is_flag=True, help="Do all in inference mode.")
 @click.option("--threads", default="", metavar="N", help="Threads of the run that seeks races.")
+@click.option("--min-bytes", default="", metavar="N", help="Copies of fewer bytes stay quiet.")
 @click.pass_context
 def audit(
     context: click.Context,
@@ -258,6 +259,7 @@ def audit(
     second: str | None,
     as_json: bool,
     no_run: bool,
+    min_bytes: str,
     **options: Any,
 ) -> None:
     """Say what torch.compile does to the arguments that a callable mutates.
@@ -266,14 +268,16 @@ def audit(
 
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
-    from omni_kv.audits.command import EXIT_CODES, BadMode, NoCase, audit_case, modes_named
+    from omni_kv.audits import command
+    from omni_kv.audits.command import BadMode, NoCase
 
     try:
         # What the module prints must not stand in front of the report.
         with contextlib.redirect_stdout(sys.stderr):
             say = functools.partial(click.echo, err=True)
-            modes = modes_named(**options)
-            report = audit_case(case, second, run=not no_run, modes=modes, say=say)
+            modes = command.modes_named(**options)
+            least = command.bytes_named(min_bytes)
+            report = command.audit_case(case, second, not no_run, modes, least, say)
     except (BadMode, NoCase) as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:
@@ -283,7 +287,7 @@ def audit(
         told = f"the audit itself failed: {type(error).__name__}: {error}"
         raise Refusal(f"{' '.join(told.split())} (OMNI_KV_DEBUG=1 shows where)") from error
     click.echo(report.model_dump_json(indent=2) if as_json else str(report))
-    context.exit(EXIT_CODES[report.verdict])
+    context.exit(command.EXIT_CODES[report.verdict])
 
 
 @main.command()

@@ -31,6 +31,9 @@ from omni_kv.lens.graph import GraphCapture
 from omni_kv.lens.pytorch import UnknownTorch
 from omni_kv.lens.traffic import traffic_of
 
+#: Copies of fewer bytes a call are no findings: a counter, a flag, a row of scales.
+MIN_BYTES = 1024
+
 #: Part of the path of this package's own frames in a traceback.
 LENS = os.sep + os.path.join("omni_kv", "lens") + os.sep
 
@@ -65,6 +68,7 @@ def audit(
     inference_mode: bool | None = None,
     threads: int | None = None,
     until: Until = "code",
+    min_bytes: int = MIN_BYTES,
 ) -> AuditReport:
     """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
 
@@ -83,6 +87,7 @@ def audit(
         inference_mode: whether all happens in inference mode, likewise.
         threads: threads of the run that looks for races; by default as many as torch uses here.
         until: ``graph`` leaves out the generated code, and with it what a clone reads.
+        min_bytes: copies of fewer bytes a call are no findings; they are counted.
 
     Returns:
         The report; a callable that cannot be audited gets one that says why, not an exception.
@@ -94,7 +99,7 @@ def audit(
     check_call(args, kwargs)
     modes = Modes(dynamic, mode, backend, grad, inference_mode, threads)
     call = Call(fn, args, kwargs or {}, second)
-    return audit_all([call], run=run, modes=modes, until=until)[0]
+    return audit_all([call], run=run, modes=modes, until=until, min_bytes=min_bytes)[0]
 
 
 def check_call(args: Any, kwargs: Any) -> None:
@@ -117,6 +122,7 @@ def audit_all(
     modes: Modes | None = None,
     until: Until = "code",
     workers: int = 2,
+    min_bytes: int = MIN_BYTES,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[AuditReport]:
     """Audit several callables; they share the child processes, whose start is half of the time.
@@ -127,11 +133,16 @@ def audit_all(
         modes: how the caller compiles and runs.
         until: as in ``audit``.
         workers: child processes at a time.
+        min_bytes: as in ``audit``.
         say: is told what is about to be done, in one line each time.
     """
     modes = modes or Modes()
     with modes.entered():
-        return _audit_all(calls, run, modes, until, workers, say)
+        reports = _audit_all(calls, run, modes, until, workers, say)
+    for report in reports:
+        report.min_bytes = min_bytes
+        conclude(report)
+    return reports
 
 
 def _audit_all(
@@ -158,8 +169,6 @@ def _audit_all(
         reports.append(report)
     if run:
         _run(calls, reports, modes, workers, say)
-    for report in reports:
-        conclude(report)
     return reports
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from omni_kv.audits.audit import Call, audit_all
+from omni_kv.audits.audit import MIN_BYTES, Call, audit_all
 from omni_kv.audits.modes import BadMode, Modes
 from omni_kv.audits.report import AuditReport
 
@@ -71,6 +71,7 @@ def audit_case(
     second: str | None,
     run: bool,
     modes: Modes,
+    min_bytes: int,
     say: Callable[[str], None],
 ) -> AuditReport:
     """Audit the case that ``target`` makes; ``second`` makes the one whose arguments come next.
@@ -80,6 +81,7 @@ def audit_case(
         second: as in ``load_case``.
         run: as in ``audit``.
         modes: how the caller compiles and runs.
+        min_bytes: as in ``audit``.
         say: is told what is about to be done.
 
     Raises:
@@ -91,7 +93,7 @@ def audit_case(
             other = load_case(second)
             call.second, call.second_kwargs = other.args, other.kwargs
         call.make = partial(_make, target, second)
-        return audit_all([call], run=run, modes=modes, say=say)[0]
+        return audit_all([call], run=run, modes=modes, min_bytes=min_bytes, say=say)[0]
 
 
 def modes_named(
@@ -122,3 +124,14 @@ def _make(
         series.append(tuple(other.args))
         last = other.kwargs
     return call.fn, series, call.kwargs, last
+
+
+def bytes_named(text: str) -> int:
+    """The number that ``--min-bytes`` names.
+
+    Raises:
+        BadMode: if it is none.
+    """
+    if text and not text.isdecimal():
+        raise BadMode(f"--min-bytes is a number of bytes, not {text!r}")
+    return int(text) if text else MIN_BYTES

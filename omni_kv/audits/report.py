@@ -209,7 +209,10 @@ class Shapes(BaseModel):
 
 
 class AuditReport(BaseModel):
-    """The outcome of ``omni_kv.audit``."""
+    """The outcome of ``omni_kv.audit``.
+
+    ``left_quiet`` counts the copies of less than ``min_bytes`` bytes a call, which are no findings.
+    """
 
     callable: str
     torch: str
@@ -217,6 +220,8 @@ class AuditReport(BaseModel):
     verdict: Verdict
     sentence: str
     findings: list[str] = Field(default_factory=list)
+    min_bytes: int = 0
+    left_quiet: int = 0
     shapes: list[Shapes] = Field(default_factory=list)
     comparisons: list[Comparison] = Field(default_factory=list)
     seconds: float = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_kv.audits.report import Argument, AuditReport, Comparison, Shapes
+from omni_kv.audits.report import Argument, AuditReport, Clone, Comparison, Rewritten, Shapes
 
 #: Results of a comparison that say nothing about the callable's values.
 FAILED = ("raised", "killed", "timed out")
@@ -11,6 +11,7 @@ FAILED = ("raised", "killed", "timed out")
 def conclude(report: AuditReport) -> None:
     """Gather the findings of a report, and say its verdict in one sentence."""
     report.findings = _findings(report)
+    report.left_quiet = sum(_small(copy, report) for copy in _copies(report))
     obstacle = _obstacle(report)
     if report.findings:
         count = len(report.findings)
@@ -20,11 +21,13 @@ def conclude(report: AuditReport) -> None:
         return
     else:
         report.verdict, report.sentence = "clean", _praise(report)
+    if report.left_quiet:
+        report.sentence += f" Copies of less than {report.min_bytes:,} bytes: {report.left_quiet}."
     report.sentence += _compared(report)
 
 
 def _findings(report: AuditReport) -> list[str]:
-    found = [text for shapes in report.shapes for text in _of_shapes(shapes)]
+    found = [text for shapes in report.shapes for text in _of_shapes(shapes, report)]
     found += [text for comparison in report.comparisons for text in _of_comparison(comparison)]
     told = {c.label for c in report.comparisons if c.eager_works}
     problems = [s for s in report.shapes if s.problem and s.label not in told]
@@ -40,18 +43,30 @@ def _findings(report: AuditReport) -> list[str]:
     return list(dict.fromkeys(found + _unseen(report)))
 
 
-def _of_shapes(shapes: Shapes) -> list[str]:
+def _copies(report: AuditReport) -> list[Clone | Rewritten]:
+    """What is copied on every call."""
+    clones = [a.clone for a in report.clones if a.clone is not None]
+    return [*clones, *(rewritten for s in report.shapes for rewritten in s.rewritten)]
+
+
+def _small(copy: Clone | Rewritten, report: AuditReport) -> bool:
+    size = copy.bytes if isinstance(copy, Clone) else max(copy.reads, copy.writes)
+    return size < report.min_bytes
+
+
+def _of_shapes(shapes: Shapes, report: AuditReport) -> list[str]:
     found = []
     for op in shapes.ops:
         for a in op.arguments:
             where = f"{shapes.label}: {op.name}, {a.name}"
-            found += [where + text for text in _of_argument(a)]
-    return found + [f"{shapes.label}: {rewritten}" for rewritten in shapes.rewritten]
+            found += [where + text for text in _of_argument(a, report)]
+    large = [rewritten for rewritten in shapes.rewritten if not _small(rewritten, report)]
+    return found + [f"{shapes.label}: {rewritten}" for rewritten in large]
 
 
-def _of_argument(a: Argument) -> list[str]:
+def _of_argument(a: Argument, report: AuditReport) -> list[str]:
     found = []
-    if a.outcome == "cloned":
+    if a.outcome == "cloned" and not (a.clone is not None and _small(a.clone, report)):
         size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
         found.append(f" is cloned{size} ({a.cause})")
     if a.clone is not None and a.clone.reads_outside:
@@ -105,8 +120,10 @@ def _praise(report: AuditReport) -> str:
     if not _mutated(report):
         return "It mutates nothing: there is nothing to clone."
     outcomes = {a.outcome for s in report.shapes for op in s.ops for a in op.arguments}
-    if "written back" in outcomes:
+    if "written back" in outcomes and not report.left_quiet:
         return "No mutated argument is cloned."
+    if report.left_quiet:
+        return "Every mutated argument is written in place, or is small."
     return "Every mutated argument is written in place."
 
 
