@@ -268,6 +268,9 @@ def audit(
 
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
+    # A process of one thread can be forked for the runs, which saves them their imports.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from omni_kv.audits import command
     from omni_kv.audits.command import BadMode, NoCase
 

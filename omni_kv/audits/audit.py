@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audits.child import cause_line
 from omni_kv.audits.compare import compare
+from omni_kv.audits.errors import cause_line
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
 from omni_kv.audits.modes import Modes

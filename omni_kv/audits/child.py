@@ -10,16 +10,21 @@ filled with values that are recognised when they turn up in a result.
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch._inductor.config as inductor_config
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.differences import bits_of, difference_of
-from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
+from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, hinted, out_of_memory
+from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
 from omni_kv.audits.threads import ORDINARY, Machine, repeated
@@ -29,22 +34,6 @@ from omni_kv.sandbox.process import graph_caches_off, run_forked
 from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
 
 T = TypeVar("T")
-
-
-def cause_line(error: BaseException) -> str:
-    """The line of an error that says what is wrong, without the compiler's advice around it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    for number, line in enumerate(lines):
-        if "Explanation:" in line:
-            return line.split("Explanation:", 1)[1].strip()
-        if line.startswith("backend=") and number + 1 < len(lines):
-            return lines[number + 1]
-    return lines[0]
-
-
-def first_line(text: str) -> str:
-    """The first line of a message."""
-    return text.strip().splitlines()[0] if text.strip() else "no message"
 
 
 class _Hold(BaseException):
@@ -105,38 +94,49 @@ def _back(result: torch.Tensor, inputs: Sequence[Any], laid: Sequence[Any]) -> t
 
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
-    """Do the jobs in turn; one that fails leaves the others alone."""
+    """Do the jobs in turn, in a child process; one that fails leaves the others alone."""
     torch.set_num_threads(1)
     done = []
     while parcels:
         # Gone from the list, so that its bytes do not lie beside the tensors made of them.
         parcel = parcels.pop(0)
-        labels = parcel.labels
-        try:
-            job = parcel.job()
-            del parcel
-            with _as_the_caller(job):
-                done.append(_do(job))
-        except Exception as error:
-            traceback.print_exc()
-            how = f"{type(error).__name__}: {error}"
-            result: Result = "killed" if out_of_memory(how) else "raised"
-            how = OUT_OF_MEMORY if result == "killed" else _hinted(cause_line(error))
-            done.append([Comparison(label=n, result=result, how=how) for n in labels])
+        done.append(_guarded(parcel.labels, parcel.job))
     return done
 
 
-#: How torch, Python and the kernel say that there is no more memory.
-_NO_MEMORY = ("SIGKILL", "MemoryError", "OutOfMemoryError", "t allocate memory", "annot allocate")
-OUT_OF_MEMORY = "out of memory"
+def run_in_fork(jobs: list[Job]) -> list[list[Comparison]]:
+    """The same in a fork of the caller's process, where nothing need be sent.
 
-
-def out_of_memory(how: str) -> bool:
-    """Whether an end means that memory ran out: the kernel takes a process by SIGKILL then.
-
-    A wrong read never ends so.
+    Scalar loops, one thread and a cache of its own, as a child process has from its environment.
     """
-    return any(sign in how for sign in _NO_MEMORY)
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="omni-kv-cache-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    try:
+        with Machine(1, False).compiling(), inductor_config.patch(compile_threads=1):
+            return [
+                _guarded(tuple(label for label in job.labels if label), partial(_itself, job))
+                for job in jobs
+            ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _itself(job: Job) -> Job:
+    return job
+
+
+def _guarded(labels: tuple[str, ...], get: Callable[[], Job]) -> list[Comparison]:
+    try:
+        job = get()
+        with _as_the_caller(job):
+            return _do(job)
+    except Exception as error:
+        traceback.print_exc()
+        how = f"{type(error).__name__}: {error}"
+        result: Result = "killed" if out_of_memory(how) else "raised"
+        how = OUT_OF_MEMORY if result == "killed" else hinted(cause_line(error))
+        return [Comparison(label=name, result=result, how=how) for name in labels]
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ class _Call:
     def not_compiled(self, error: Exception) -> Comparison:
         """What to say of a call that does not compile: it matters whether eager works."""
         self._look()
-        how = _hinted(cause_line(error))
+        how = hinted(cause_line(error))
         status, expected = self._eagerly()
         if out_of_memory(f"{type(error).__name__}: {error}"):
             return Comparison(label="", result="killed", how=OUT_OF_MEMORY)
@@ -332,10 +332,6 @@ class _Call:
             return Comparison(label="", result="killed", how=f"{OUT_OF_MEMORY} ({status}) in eager")
         how = f"the eager call itself did not return: {status}"
         return Comparison(label="", result="raised", how=how)
-
-
-def _hinted(how: str) -> str:
-    return f"{how}. {OWN_MODULE}" if "_OpNamespace" in how else how
 
 
 def _blank(named: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> list[str]:

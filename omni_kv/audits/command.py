@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -87,13 +89,25 @@ def audit_case(
     Raises:
         NoCase: if either is no case.
     """
-    with modes.entered():
+    with _one_thread() as threads, modes.entered():
+        modes = replace(modes, threads=modes.threads or threads)
         call = load_case(target)
         if second is not None:
             other = load_case(second)
             call.second, call.second_kwargs = other.args, other.kwargs
         call.make = partial(_make, target, second)
         return audit_all([call], run=run, modes=modes, min_bytes=min_bytes, say=say)[0]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[int]:
+    """Keep torch from starting threads, so that this process can be forked; yields their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def modes_named(
