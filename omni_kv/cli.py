@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -259,7 +260,13 @@ def report(executed: Path, out: Path, device_record: str | None) -> None:
     help="Write the report in this format to a file, and print it as text.",
 )
 @click.option("--no-run", is_flag=True, help="Only compile: do not run compiled against eager.")
+@click.option("--dynamic", default="both", metavar="both|true|false", help="Shapes to look at.")
+@click.option("--mode", help="mode= of torch.compile, if not the one of the callable.")
+@click.option("--backend", help="Backend, likewise; any but inductor is run, not looked into.")
 @click.option("--grad", is_flag=True, help="Leave autograd on; it is off by default.")
+@click.option("--inference-mode", "inference", is_flag=True, help="Do all in inference mode.")
+@click.option("--threads", default="", metavar="N", help="Threads of the run that seeks races.")
+@click.option("--min-bytes", default="", metavar="N", help="Copies of fewer bytes stay quiet.")
 @click.pass_context
 def audit(
     context: click.Context,
@@ -269,7 +276,8 @@ def audit(
     form: str,
     output: Path | None,
     no_run: bool,
-    grad: bool,
+    min_bytes: str,
+    **options: Any,
 ) -> None:
     """Say what torch.compile does to the arguments that a callable mutates.
 
@@ -277,17 +285,24 @@ def audit(
 
     Exit code 0: clean. 1: findings. 2: it could not be audited.
     """
-    from omni_kv.audits.command import EXIT_CODES, NoCase, audit_case
+    # A process of one thread can be forked for the runs, which saves them their imports.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    from omni_kv.audits import command
+    from omni_kv.audits.command import BadMode, NoCase
     from omni_kv.audits.formats import FORMATS
 
     try:
         # What the module prints must not stand in front of the report.
         with contextlib.redirect_stdout(sys.stderr):
-            report = audit_case(case, second, run=not no_run, grad=grad)
+            say = functools.partial(click.echo, err=True)
+            modes = command.modes_named(**options)
+            least = command.bytes_named(min_bytes)
+            report = command.audit_case(case, second, not no_run, modes, least, say)
         written = FORMATS[form](report)
         if output is not None:
             output.write_text(written + "\n", encoding="utf-8")
-    except NoCase as error:
+    except (BadMode, NoCase) as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:
         # A failure of the tool is no finding.
@@ -297,7 +312,7 @@ def audit(
         raise Refusal(f"{' '.join(told.split())} (OMNI_KV_DEBUG=1 shows where)") from error
     as_text = form == "text" or output is not None
     click.echo(report.text(verbose=verbose) if as_text else written)
-    context.exit(EXIT_CODES[report.verdict])
+    context.exit(command.EXIT_CODES[report.verdict])
 
 
 @main.command()
@@ -340,7 +355,11 @@ def figures(out: Path | None) -> None:
 @click.option(
     "--only", "names", multiple=True, metavar="EXPERIMENT", help="One experiment; repeatable."
 )
-def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str, ...]) -> None:
+@click.option("--pairs", type=click.IntRange(1), default=10, show_default=True,
+              help="Of compile-time: compilations of each kind.")  # fmt: skip
+def record_evidence(
+    preset: str, device: str, out: Path | None, names: tuple[str, ...], pairs: int
+) -> None:
     """Run the GPU experiments and write one evidence record each.
 
     Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
@@ -352,7 +371,7 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
         from omni_kv.experiments.gpu.record import record_command
 
         to_write(out or data_dir(), DATA_VARIABLE)
-        missing = record_command(preset, device, out, names, click.echo)
+        missing = record_command(preset, device, out, names, click.echo, pairs)
     if missing:
         click.echo(f"not complete: {', '.join(missing)}", err=True)
         raise SystemExit(1)

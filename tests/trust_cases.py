@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
 
 import torch
@@ -207,3 +209,65 @@ def strides(x):
     """Equal values in another order of memory: no fault by itself."""
     y = x.view(2, 4) * 2
     return y.t().contiguous().t() if torch.compiler.is_compiling() else y
+
+
+def slides_left(buffer, x):
+    """Overlapping copy: right in the order of the rows, a race where threads share the rows."""
+    buffer[:-1] = buffer[1:].clone()
+    return x * 2
+
+
+def slides_left_right(buffer, x):
+    """The same through a tensor of its own, which the compiler may not see through."""
+    buffer[:-1] = rows_behind(buffer)
+    return x * 2
+
+
+@torch.library.custom_op("trust_cases::rows_behind", mutates_args=())
+def rows_behind(buffer: torch.Tensor) -> torch.Tensor:
+    """All rows but the first, in memory of their own."""
+    return buffer[1:].clone()
+
+
+rows_behind.register_fake(lambda buffer: buffer.new_empty(buffer.shape[0] - 1, *buffer.shape[1:]))
+
+
+def make_slides_left():
+    return slides_left, (torch.arange(1024 * 2048.0).view(1024, 2048), torch.ones(2048))
+
+
+def make_slides_left_right():
+    return slides_left_right, make_slides_left()[1]
+
+
+@torch.library.custom_op("trust_cases::end", mutates_args=("pool",))
+def end(pool: torch.Tensor, how: str) -> None:
+    """Ends the process, or the one that it is a fork of, where compiled code calls it."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "child killed":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif how == "no memory":
+        raise MemoryError
+    elif how == "crashed":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    pool.add_(1)
+
+
+end.register_fake(lambda pool, how: None)
+
+
+def ends(pool, how):
+    end(pool, how if torch.compiler.is_compiling() else "well")
+
+
+def wrong_with_grad(x):
+    return in_compiled_code(x) if torch.is_grad_enabled() else x * 1.0
+
+
+def wrong_in_inference_mode(x):
+    return in_compiled_code(x) if torch.is_inference_mode_enabled() else x * 1.0
+
+
+def make_wrong_with_grad():
+    return wrong_with_grad, (torch.ones(8),)

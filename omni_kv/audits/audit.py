@@ -7,6 +7,7 @@ extent on the generated kernel's index, what it says of an outcome on a run; nev
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import traceback
@@ -17,16 +18,21 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audits.child import cause_line
 from omni_kv.audits.compare import compare
+from omni_kv.audits.errors import cause_line
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport, Rewritten, Shapes
+from omni_kv.audits.threads import ONE_CORE, callers_machine, cores
 from omni_kv.audits.verdict import conclude
 from omni_kv.lens.capture import Until, capture, original
 from omni_kv.lens.graph import GraphCapture
 from omni_kv.lens.pytorch import UnknownTorch
 from omni_kv.lens.traffic import traffic_of
+
+#: Copies of fewer bytes a call are no findings: a counter, a flag, a row of scales.
+MIN_BYTES = 1024
 
 #: Part of the path of this package's own frames in a traceback.
 LENS = os.sep + os.path.join("omni_kv", "lens") + os.sep
@@ -56,7 +62,13 @@ def audit(
     run: bool = True,
     second: Sequence[Any] | Callable[[], Sequence[Any]] | None = None,
     dynamic: bool | Literal["both"] = "both",
+    mode: str | None = None,
+    backend: str | None = None,
+    grad: bool | None = None,
+    inference_mode: bool | None = None,
+    threads: int | None = None,
     until: Until = "code",
+    min_bytes: int = MIN_BYTES,
 ) -> AuditReport:
     """Say what ``torch.compile`` does to the arguments that ``fn`` mutates.
 
@@ -65,22 +77,29 @@ def audit(
         args: its arguments, as a tuple or list. They are neither changed nor run through compiled
             code in this process.
         kwargs: its keyword arguments.
-        run: also run compiled against eager, in child processes over guarded memory (CPU tensors).
+        run: also run compiled against eager, in child processes over guarded memory (CPU or GPU).
             Mutated tensors that hold one value everywhere are filled with random numbers there.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.
+        mode: ``mode=`` of ``torch.compile``, if it is not the one that ``fn`` was compiled with.
+        backend: name of the backend, likewise. Any but Inductor is run, and not looked into.
+        grad: whether autograd records; by default as it is where ``audit`` is called.
+        inference_mode: whether all happens in inference mode, likewise.
+        threads: threads of the run that looks for races; by default as many as torch uses here.
         until: ``graph`` leaves out the generated code, and with it what a clone reads.
+        min_bytes: copies of fewer bytes a call are no findings; they are counted.
 
     Returns:
         The report; a callable that cannot be audited gets one that says why, not an exception.
 
     Raises:
         TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
+        ValueError: if there is no such mode; one line.
     """
     check_call(args, kwargs)
-    return audit_all([Call(fn, args, kwargs or {}, second)], run=run, dynamic=dynamic, until=until)[
-        0
-    ]
+    modes = Modes(dynamic, mode, backend, grad, inference_mode, threads)
+    call = Call(fn, args, kwargs or {}, second)
+    return audit_all([call], run=run, modes=modes, until=until, min_bytes=min_bytes)[0]
 
 
 def check_call(args: Any, kwargs: Any) -> None:
@@ -100,45 +119,65 @@ def audit_all(
     calls: Sequence[Call],
     *,
     run: bool = True,
-    dynamic: bool | Literal["both"] = "both",
+    modes: Modes | None = None,
     until: Until = "code",
     workers: int = 2,
+    min_bytes: int = MIN_BYTES,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[AuditReport]:
     """Audit several callables; they share the child processes, whose start is half of the time.
 
     Args:
         calls: what to audit.
         run: as in ``audit``.
-        dynamic: as in ``audit``.
+        modes: how the caller compiles and runs.
         until: as in ``audit``.
         workers: child processes at a time.
+        min_bytes: as in ``audit``.
+        say: is told what is about to be done, in one line each time.
     """
-    settings = {"both": (None, True), False: (None,), True: (True,)}[dynamic]
+    modes = modes or Modes()
+    with modes.entered():
+        reports = _audit_all(calls, run, modes, until, workers, say)
+    for report in reports:
+        report.min_bytes = min_bytes
+        conclude(report)
+    return reports
+
+
+def _audit_all(
+    calls: Sequence[Call],
+    run: bool,
+    modes: Modes,
+    until: Until,
+    workers: int,
+    say: Callable[[str], None],
+) -> list[AuditReport]:
     reports = []
     for call in calls:
         start = time.perf_counter()
+        say(f"compiling {_name(original(call.fn))}")
         report = AuditReport(
             callable=_name(original(call.fn)),
             torch=torch.__version__,
             device=_device(call),
             verdict="clean",
             sentence="",
-            shapes=[_look(call, setting, until) for setting in settings],
+            shapes=[_look(call, dynamic, until, modes) for dynamic in modes.shapes],
         )
         report.seconds = time.perf_counter() - start
         reports.append(report)
     if run:
-        _run(calls, reports, settings, workers)
-    for report in reports:
-        conclude(report)
+        _run(calls, reports, modes, workers, say)
     return reports
 
 
 def _run(
     calls: Sequence[Call],
     reports: Sequence[AuditReport],
-    settings: Sequence[bool | None],
+    modes: Modes,
     workers: int,
+    say: Callable[[str], None],
 ) -> None:
     """Compare compiled and eager for every call that compiled, and file what came out."""
     jobs: list[tuple[AuditReport, Job]] = []
@@ -150,24 +189,45 @@ def _run(
             call.kwargs,
             second=second,
             second_kwargs=call.second_kwargs,
-            dynamic=settings,
+            modes=modes,
         )
         jobs += [(report, replace(job, make=call.make)) for job in made]
+        if jobs and _race_possible(report) and cores() > 1:
+            jobs[-len(made)][1].machine = callers_machine(modes.threads)
     start = time.perf_counter()
+    largest = sorted((job.memory() for _, job in jobs), reverse=True)[:workers]
+    say(
+        f"comparing compiled with eager, {len(largest)} at a time: "
+        f"about {sum(largest) / 2**20:,.0f} MiB beside the processes themselves"
+    )
     comparisons = iter(compare([job for _, job in jobs], workers))
     for report, job in jobs:
         report.comparisons += [next(comparisons) for label in job.labels if label]
     for report in reports:
         _settle(report)
+        if _race_possible(report) and cores() == 1 and report.comparisons:
+            first = report.comparisons[0]
+            first.note = "; ".join(filter(None, [first.note, ONE_CORE]))
     for report in {id(report): report for report, _ in jobs}.values():
         report.seconds += time.perf_counter() - start
 
 
-def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
+def _race_possible(report: AuditReport) -> bool:
+    """Whether threads may matter: only a loop that writes what others read can race."""
+    return any(shapes.loops_write_inputs is not False for shapes in report.shapes)
+
+
+def _look(call: Call, dynamic: bool | None, until: Until, modes: Modes) -> Shapes:
     """Compile under the lens; a failure of the lens is kept apart from one of the callable."""
     shapes = Shapes(label="dynamic=True" if dynamic else "static")
+    settings = modes.settings(call.fn)
+    if settings.backend is not None:
+        name = getattr(settings.backend, "__name__", type(settings.backend).__name__)
+        shapes.instrument = f"The lens looks into Inductor alone, and the backend is {name}."
+        return shapes
+    looked = functools.partial(capture, call.fn, *call.args, dynamic=dynamic, until=until)
     try:
-        seen = capture(call.fn, *call.args, dynamic=dynamic, until=until, **call.kwargs)
+        seen = looked(settings=settings, **call.kwargs)
     except UnknownTorch as error:
         shapes.instrument = f"The instrument failed: {error}."
         return shapes
@@ -186,6 +246,7 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
         missing = ", ".join(seen.missing)
         shapes.instrument = f"The instrument does not know torch {torch.__version__}: {missing}."
     try:
+        shapes.loops_write_inputs = _loops_write(seen.graphs)
         for number, graph in enumerate(seen.graphs):
             shapes.ops += ops_of(graph, number)
             shapes.aliases += aliases_of(graph)
@@ -195,6 +256,18 @@ def _look(call: Call, dynamic: bool | None, until: Until) -> Shapes:
     if not any(graph.post_grad_after_decomposition for graph in seen.graphs) and not seen.missing:
         shapes.problem = "It makes no graph: there is nothing in it to compile."
     return shapes
+
+
+def _loops_write(graphs: Sequence[GraphCapture]) -> bool | None:
+    """Whether loops of the generated code write into inputs; None if no code was generated."""
+    if not graphs or any(graph.generated_code is None for graph in graphs):
+        return None
+    inputs = [{i.aot for i in graph.inputs} for graph in graphs]
+    return any(
+        kernel.into in given
+        for graph, given in zip(graphs, inputs, strict=True)
+        for kernel in graph.kernels
+    )
 
 
 def _rewritten(graph: GraphCapture) -> list[Rewritten]:

@@ -10,105 +10,76 @@ filled with values that are recognised when they turn up in a result.
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
+import torch._inductor.config as inductor_config
 
+from omni_kv.audits.backend import Backend, Hold
 from omni_kv.audits.differences import bits_of, difference_of
-from omni_kv.audits.jobs import CONFIGS, OWN_MODULE, Job, Parcel
+from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, hinted, out_of_memory
+from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
+from omni_kv.audits.threads import Machine, repeated
 from omni_kv.lens.fresh import recompilable
-from omni_kv.lens.graph import input_name
+from omni_kv.sandbox.memory import map_region
 from omni_kv.sandbox.process import graph_caches_off, run_forked
-from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
+from omni_kv.sandbox.relocate import MEMORIES, ORDINARY, Memory
 
-
-def cause_line(error: BaseException) -> str:
-    """The line of an error that says what is wrong, without the compiler's advice around it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    for number, line in enumerate(lines):
-        if "Explanation:" in line:
-            return line.split("Explanation:", 1)[1].strip()
-        if line.startswith("backend=") and number + 1 < len(lines):
-            return lines[number + 1]
-    return lines[0]
-
-
-def first_line(text: str) -> str:
-    """The first line of a message."""
-    return text.strip().splitlines()[0] if text.strip() else "no message"
-
-
-class _Hold(BaseException):
-    """Ends a call of the compiled callable before any compiled code has run."""
-
-
-class _Backend:
-    """Inductor, with a hand on the compiled function: held at first, then run in laid memory."""
-
-    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.fn = fn
-        self.options = options
-        self.memory: Memory | None = None
-        self.inputs: dict[str, torch.Tensor] = {}
-
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        nodes = gm.graph.find_nodes(op="placeholder")
-        names = [input_name(node, self.fn) for node in nodes]
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=self.options or None)
-
-        def call(*inputs: Any) -> Any:
-            if self.memory is None:
-                tensors = zip(names, inputs, strict=True)
-                self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
-                raise _Hold
-            laid, write_back = lay(inputs, self.memory)
-            results = compiled(*laid)
-            write_back()
-            back = partial(_back, inputs=inputs, laid=laid)
-            return pytree.tree_map_only(torch.Tensor, back, results)
-
-        return call
-
-
-def _back(result: torch.Tensor, inputs: Sequence[Any], laid: Sequence[Any]) -> torch.Tensor:
-    """A result that lies in laid memory, as the same part of what was given."""
-    pairs = [
-        (given, copy)
-        for given, copy in zip(inputs, laid, strict=True)
-        if isinstance(copy, torch.Tensor) and copy is not given
-    ]
-    for given, copy in pairs:
-        if result is copy:
-            return given
-    for given, copy in pairs:
-        if result.untyped_storage()._cdata == copy.untyped_storage()._cdata:
-            view = given if result.dtype == given.dtype else given.view(result.dtype)
-            return view.as_strided(result.shape, result.stride(), result.storage_offset())
-    return result
+T = TypeVar("T")
 
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
-    """Do the jobs in turn; one that fails leaves the others alone."""
+    """Do the jobs in turn, in a child process; one that fails leaves the others alone."""
     torch.set_num_threads(1)
     done = []
-    for parcel in parcels:
-        try:
-            job = parcel.job()
-            with _as_the_caller(job):
-                done.append(_do(job))
-        except Exception as error:
-            traceback.print_exc()
-            how = _hinted(cause_line(error))
-            done.append([Comparison(label=n, result="raised", how=how) for n in parcel.labels])
+    while parcels:
+        # Gone from the list, so that its bytes do not lie beside the tensors made of them.
+        parcel = parcels.pop(0)
+        done.append(_guarded(parcel.labels, parcel.job))
     return done
+
+
+def run_in_fork(jobs: list[Job]) -> list[list[Comparison]]:
+    """The same in a fork of the caller's process, where nothing need be sent.
+
+    Scalar loops, one thread and a cache of its own, as a child process has from its environment.
+    """
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="omni-kv-cache-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    try:
+        with Machine(1, False).compiling(), inductor_config.patch(compile_threads=1):
+            return [
+                _guarded(tuple(label for label in job.labels if label), partial(_itself, job))
+                for job in jobs
+            ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _itself(job: Job) -> Job:
+    return job
+
+
+def _guarded(labels: tuple[str, ...], get: Callable[[], Job]) -> list[Comparison]:
+    try:
+        job = get()
+        with _as_the_caller(job):
+            return _do(job)
+    except Exception as error:
+        traceback.print_exc()
+        how = f"{type(error).__name__}: {error}"
+        result: Result = "killed" if out_of_memory(how) else "raised"
+        how = OUT_OF_MEMORY if result == "killed" else hinted(cause_line(error))
+        return [Comparison(label=name, result=result, how=how) for name in labels]
 
 
 @contextlib.contextmanager
@@ -124,25 +95,32 @@ def _as_the_caller(job: Job) -> Iterator[None]:
         yield
 
 
+def _compiled(job: Job) -> tuple[Backend, Callable[..., Any]]:
+    """The callable as the caller compiles it, from nothing; held before it runs."""
+    backend = Backend(job.fn, job.settings)
+    dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
+    fresh, _ = recompilable(job.fn)
+    return backend, torch.compile(fresh, backend=backend, dynamic=dynamic)
+
+
 def _do(job: Job) -> list[Comparison]:
     """Compile for each call of the series, and compare those that have a label."""
-    backend = _Backend(job.fn, job.settings.options)
-    dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
-    compiled = torch.compile(recompilable(job.fn)[0], backend=backend, dynamic=dynamic)
+    backend, compiled = _compiled(job)
     comparisons: list[Comparison] = []
     for (args, kwargs), label in zip(job.calls(), job.labels, strict=True):
         backend.memory = None
         backend.inputs.clear()
         call = _Call(job.fn, args, kwargs, backend)
         try:
-            with contextlib.suppress(_Hold):
+            with contextlib.suppress(Hold):
                 compiled(*args, **kwargs)
         except Exception as error:
             failed = call.not_compiled(error)
             left = [label for label in job.labels[len(comparisons) :] if label]
             return comparisons + [failed.model_copy(update={"label": name}) for name in left]
         if label is not None:
-            comparison = call.compare(compiled)
+            machine, job.machine = job.machine, None
+            comparison = call.compare(compiled, partial(_compiled, job), machine)
             comparisons.append(comparison.model_copy(update={"label": label}))
     return comparisons
 
@@ -155,42 +133,89 @@ class _Call:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        backend: _Backend,
+        backend: Backend,
     ) -> None:
         self.fn, self.args, self.kwargs, self.backend = fn, args, kwargs, backend
+        self.broken = False
 
     def not_compiled(self, error: Exception) -> Comparison:
         """What to say of a call that does not compile: it matters whether eager works."""
         self._look()
-        how = _hinted(cause_line(error))
+        how = hinted(cause_line(error))
         status, expected = self._eagerly()
+        if out_of_memory(f"{type(error).__name__}: {error}"):
+            return Comparison(label="", result="killed", how=OUT_OF_MEMORY)
         if expected is None:
             return Comparison(label="", result="raised", how=f"eager raises, too: {status}")
         how = f"compiled raises where eager works: {how}"
         return Comparison(label="", result="raised", how=how, eager_works=True)
 
-    def compare(self, compiled: Callable[..., Any]) -> Comparison:
+    def compare(
+        self,
+        compiled: Callable[..., Any],
+        again: Callable[[], tuple[Backend, Callable[..., Any]]],
+        machine: Machine | None,
+    ) -> Comparison:
         """Run eagerly and compiled, each in a fork, and say where the two disagree."""
         self._look()
         status, expected = self._eagerly()
         note = ""
         if expected is not None and (blank := _blank(self.named, expected.values)):
             status, expected, note = self._filled(blank, status, expected)
+        memories, unmappable = self._memories()
         if expected is None:
-            return self._eager_raised(compiled, status)
+            return self._eager_raised(compiled, status, memories[0])
+        notes = [note, unmappable]
         runs = []
-        for memory in MEMORIES:
+        for memory in memories:
+            if self.broken:
+                notes.append(f"{memory}: not run, since the run before it left the GPU broken")
+                continue
             self.backend.memory = memory
-            how, got = _fork(partial(self._call, compiled))
-            runs.append(_judge(memory, how, self.before, expected, got))
-            if got is not None:
-                note = "; ".join(dict.fromkeys(filter(None, [note, *expected.restrided(got)])))
+            run, told = self._judged(memory, compiled, expected)
+            runs.append(run)
+            notes += told
+        note = "; ".join(dict.fromkeys(filter(None, notes)))
+        if machine is not None and not self.on_gpu:
+            runs.append(self._threaded(machine, again, expected))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
             how = "it draws random numbers: what differs cannot be told from the draw"
             comparison = Comparison(label="", result="not run", how=how, runs=runs)
         changed = [name for name in expected.values if name not in expected.places]
         return comparison.model_copy(update={"changed": changed, "note": note})
+
+    def _threaded(
+        self,
+        machine: Machine,
+        again: Callable[[], tuple[Backend, Callable[..., Any]]],
+        expected: Seen,
+    ) -> Run:
+        """Compile again for the caller's machine, and call on equal inputs, a fork each."""
+        backend, compiled = again()
+        try:
+            with machine.compiling(), contextlib.suppress(Hold):
+                compiled(*self.args, **self.kwargs)
+        except Exception as error:
+            how = f"it does not compile for {machine}: {cause_line(error)}"
+            return Run(memory=ORDINARY, result="not run", how=how)
+        backend.memory = ORDINARY
+
+        judged = partial(self._judged, ORDINARY, compiled, expected, machine.threads)
+        return repeated(machine, lambda: judged()[0])
+
+    def _judged(
+        self, memory: Memory, compiled: Callable[..., Any], expected: Seen, threads: int = 1
+    ) -> tuple[Run, list[str]]:
+        """One compiled call, judged where it is made: its values need not travel."""
+
+        def work() -> tuple[Run, list[str]]:
+            torch.set_num_threads(threads)
+            got = self._call(compiled)
+            return _judge(memory, "", self.before, expected, got), expected.restrided(got)
+
+        how, judged = self._apart(work)
+        return judged or (_judge(memory, how, self.before, expected, None), [])
 
     def _look(self) -> None:
         """Name the tensors that the call can change, and keep their values."""
@@ -200,6 +225,44 @@ class _Call:
             **named_tensors(self.fn, self.args, self.kwargs),
         }
         self._remember()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's memory is among what the call can change."""
+        return any(tensor.is_cuda for tensor in self.named.values())
+
+    def _memories(self) -> tuple[Sequence[Memory], str]:
+        """What the compiled code runs in, and what there is to say of that."""
+        if self.on_gpu:
+            try:
+                map_region((1,), torch.uint8, device="cuda")
+            except OSError as error:
+                return (ORDINARY,), f"compared in ordinary memory only: {error}"
+        return MEMORIES, ""
+
+    def _apart(self, work: Callable[[], T]) -> tuple[str, T | None]:
+        """Do the work so that nothing of it stays, but what it saw.
+
+        A GPU's context does not survive a fork: there it is done here, and every named tensor gets
+        its value back. Nothing more can be done after an illegal access.
+
+        Returns:
+            How it ended if it did not return, and what the work returned.
+        """
+        if not self.on_gpu:
+            return _fork(work)
+        try:
+            seen = work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            self.broken = "CUDA error" in str(error)
+            return f"{first_line(str(error))} ({type(error).__name__})", None
+        finally:
+            if not self.broken:
+                for name, value in self.before.items():
+                    self.named[name].detach().copy_(value)
+        return "", seen
 
     def _remember(self) -> None:
         self.before = {name: tensor.detach().clone() for name, tensor in self.named.items()}
@@ -211,7 +274,7 @@ class _Call:
             with torch.compiler.set_stance("force_eager"):
                 return self._call(self.fn, seed)
 
-        return _fork(work)
+        return self._apart(work)
 
     def _call(self, fn: Callable[..., Any], seed: int = 0) -> Seen:
         torch.manual_seed(seed)
@@ -247,18 +310,18 @@ class _Call:
         note = f"{', '.join(blank)} hold one value everywhere, and it takes no other: foreign "
         return status, expected, note + "zeros in there would not be seen"
 
-    def _eager_raised(self, compiled: Callable[..., Any], status: str) -> Comparison:
-        self.backend.memory = MEMORIES[0]
-        _, got = _fork(partial(self._call, compiled))
+    def _eager_raised(
+        self, compiled: Callable[..., Any], status: str, memory: Memory
+    ) -> Comparison:
+        self.backend.memory = memory
+        _, got = self._apart(partial(self._call, compiled))
         if got is not None and not status.startswith("SIG"):
             how = f"eager raises {status}, and compiled returns"
             return Comparison(label="", result="differs", how=how)
+        if out_of_memory(status):
+            return Comparison(label="", result="killed", how=f"{OUT_OF_MEMORY} ({status}) in eager")
         how = f"the eager call itself did not return: {status}"
         return Comparison(label="", result="raised", how=how)
-
-
-def _hinted(how: str) -> str:
-    return f"{how}. {OWN_MODULE}" if "_OpNamespace" in how else how
 
 
 def _blank(named: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> list[str]:
@@ -281,8 +344,8 @@ def _comparison(runs: list[Run]) -> Comparison:
 
 
 def _fork(
-    work: Callable[[], Seen],
-) -> tuple[str, Seen | None]:
+    work: Callable[[], T],
+) -> tuple[str, T | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
     outcome = run_forked(work)
     how = "" if outcome.status == "returned" else first_line(outcome.error or "")
@@ -290,18 +353,16 @@ def _fork(
 
 
 def _judge(
-    memory: Memory,
+    memory: str,
     status: str,
     before: dict[str, torch.Tensor],
     expected: Seen,
     got: Seen | None,
 ) -> Run:
-    if got is None and status == "SIGKILL":
-        # The kernel takes a process that way when memory runs out; a wrong read never ends so.
-        how = "killed from outside (SIGKILL), most likely since memory ran out"
-        return Run(memory=memory, result="killed", how=how)
+    if got is None and out_of_memory(status):
+        return Run(memory=memory, result="killed", how=f"{OUT_OF_MEMORY} ({status})")
     if got is None:
-        crashed = status.startswith("SIG")
+        crashed = status.startswith(("SIG", "CUDA error"))
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
     after = {**before, **expected.values}
     seen = {**before, **got.values}

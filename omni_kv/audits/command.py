@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from omni_kv.audits.audit import Call, audit_all
+from omni_kv.audits.audit import MIN_BYTES, Call, audit_all
+from omni_kv.audits.modes import BadMode, Modes
 from omni_kv.audits.report import AuditReport
 from omni_kv.lens.capture import original
 
@@ -67,21 +70,37 @@ def _made(target: str) -> Any:
         raise NoCase(f"{target} raised {type(error).__name__}: {error}") from error
 
 
-def audit_case(target: str, second: str | None, run: bool, grad: bool) -> AuditReport:
+def audit_case(
+    target: str,
+    second: str | None,
+    run: bool,
+    modes: Modes,
+    min_bytes: int,
+    say: Callable[[str], None],
+) -> AuditReport:
     """Audit the case that ``target`` makes; ``second`` makes the one whose arguments come next.
+
+    Args:
+        target: as in ``load_case``.
+        second: as in ``load_case``.
+        run: as in ``audit``.
+        modes: how the caller compiles and runs.
+        min_bytes: as in ``audit``.
+        say: is told what is about to be done.
 
     Raises:
         NoCase: if either is no case.
     """
-    call = load_case(target)
-    if second is not None:
-        other = load_case(second)
-        call.second, call.second_kwargs = other.args, other.kwargs
-    call.make = partial(_make, target, second)
-    with torch.set_grad_enabled(grad):
-        report = audit_all([call], run=run)[0]
-    report.place = _beginning(call.fn)
-    return report
+    with _one_thread() as threads, modes.entered():
+        modes = replace(modes, threads=modes.threads or threads)
+        call = load_case(target)
+        if second is not None:
+            other = load_case(second)
+            call.second, call.second_kwargs = other.args, other.kwargs
+        call.make = partial(_make, target, second)
+        report = audit_all([call], run=run, modes=modes, min_bytes=min_bytes, say=say)[0]
+        report.place = _beginning(call.fn)
+        return report
 
 
 def _beginning(fn: Any) -> str | None:
@@ -89,6 +108,34 @@ def _beginning(fn: Any) -> str | None:
     fn = original(fn)
     code = getattr(inspect.unwrap(getattr(fn, "forward", fn)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[int]:
+    """Keep torch from starting threads, so that this process can be forked; yields their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
+
+
+def modes_named(
+    dynamic: str, mode: str | None, backend: str | None, grad: bool, inference: bool, threads: str
+) -> Modes:
+    """The modes that the options of the command line name.
+
+    Raises:
+        BadMode: if there is no such mode.
+    """
+    choices: dict[str, bool | Literal["both"]] = {"both": "both", "true": True, "false": False}
+    if dynamic not in choices:
+        raise BadMode(f"--dynamic is both, true or false, not {dynamic!r}")
+    if threads and not threads.isdecimal():
+        raise BadMode(f"--threads is a number of at least 1, not {threads!r}")
+    number = int(threads) if threads else None
+    return Modes(choices[dynamic], mode, backend, grad, inference, number)
 
 
 def _make(
@@ -102,3 +149,14 @@ def _make(
         series.append(tuple(other.args))
         last = other.kwargs
     return call.fn, series, call.kwargs, last
+
+
+def bytes_named(text: str) -> int:
+    """The number that ``--min-bytes`` names.
+
+    Raises:
+        BadMode: if it is none.
+    """
+    if text and not text.isdecimal():
+        raise BadMode(f"--min-bytes is a number of bytes, not {text!r}")
+    return int(text) if text else MIN_BYTES

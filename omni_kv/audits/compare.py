@@ -2,58 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from omni_kv.audits.child import first_line, run_jobs
+from omni_kv.audits.child import run_in_fork, run_jobs
+from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
-from omni_kv.sandbox.process import Outcome, run_all, run_isolated
+from omni_kv.sandbox.process import Fork, Outcome, run_all, run_isolated
+from omni_kv.sandbox.relocate import DEVICES
 
 
 def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> list[Comparison]:
     """Run every job compiled and eager on equal inputs, and say where they disagree.
 
+    Jobs run in forks of this process where it has one thread, which saves them the imports, or in
+    child processes that they are sent to. What cannot be sent is run by fork all the same.
+
     Args:
-        jobs: what to run; they are dealt out to the child processes in turn.
-        workers: child processes.
-        timeout: seconds for each child.
+        jobs: what to run; they are dealt out to the processes in turn.
+        workers: processes at a time.
+        timeout: seconds for each process.
 
     Returns:
         One comparison a label, in the order of jobs and labels.
     """
     found: dict[int, list[Comparison]] = {}
     parcels: dict[int, Parcel] = {}
-    hands: list[list[int]] = [[] for _ in range(max(1, min(workers, len(jobs))))]
+    to_fork: list[int] = []
+    on_gpu: list[int] = []
+    cuda = torch.cuda.is_initialized()
     for number, job in enumerate(jobs):
-        tensors = [t for t in pytree.tree_leaves(job.series) if isinstance(t, torch.Tensor)]
-        if any(t.device.type != "cpu" for t in tensors):
-            how = "guarded memory is CPU memory, and the arguments are not on the CPU"
+        leaves = pytree.tree_leaves((job.series, job.kwargs))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if devices - set(DEVICES):
+            how = f"memory can be guarded on a CPU and on CUDA devices, not on {devices}"
             found[number] = job.untested("not run", how)
-            continue
-        try:
-            parcels[number] = parcel_of(job)
-        except Exception as error:
-            how = f"the call cannot be sent to a child process: {error}. {OWN_MODULE}"
-            found[number] = job.untested("raised", how)
+        elif not cuda and "cuda" not in devices and single_threaded():
+            to_fork.append(number)
         else:
-            hands[number % len(hands)].append(number)
-    hands = [hand for hand in hands if hand]
-    options: Any = {"timeout": timeout, "env": _CHILD_ENV}
-    calls = [
-        partial(run_isolated, run_jobs, [parcels[n] for n in hand], **options) for hand in hands
-    ]
-    for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
-        for place, number in enumerate(hand):
-            if outcome.value is not None:
-                found[number] = outcome.value[place]
+            try:
+                parcels[number] = parcel_of(job)
+            except Exception as error:
+                if not cuda:
+                    to_fork.append(number)
+                    continue
+                how = f"the call cannot be sent to a child process ({cause_line(error)}), and a "
+                how += f"process that uses CUDA cannot be forked. {OWN_MODULE}"
+                found[number] = job.untested("raised", how)
             else:
-                found[number] = jobs[number].untested(*_why_no_outcome(outcome))
+                on_gpu += [number] if "cuda" in devices else []
+    # A GPU that a wrong read left broken is of no use to the next job: each has a child of its own.
+    hands = _dealt(parcels.keys() - set(on_gpu), workers) + [[number] for number in on_gpu]
+    calls = [_sent([parcels[n] for n in hand], timeout) for hand in hands]
+    for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
+        found |= _filed(hand, jobs, outcome)
+    hands = _dealt(to_fork, workers)
+    forks = [Fork(partial(run_in_fork, [jobs[n] for n in hand])) for hand in hands]
+    for hand, fork in zip(hands, forks, strict=True):
+        found |= _filed(hand, jobs, fork.wait(timeout))
     return [comparison for number in sorted(found) for comparison in found[number]]
+
+
+def _dealt(numbers: Iterable[int], workers: int) -> list[list[int]]:
+    every = sorted(numbers)
+    return [hand for first in range(max(1, workers)) if (hand := every[first :: max(1, workers)])]
+
+
+def _sent(parcels: list[Parcel], timeout: float) -> Callable[[], Outcome[list[list[Comparison]]]]:
+    options: Any = {"timeout": timeout, "env": _CHILD_ENV}
+    return partial(run_isolated, run_jobs, parcels, **options)
+
+
+def _filed(
+    hand: list[int], jobs: Sequence[Job], outcome: Outcome[list[list[Comparison]]]
+) -> dict[int, list[Comparison]]:
+    if outcome.value is not None:
+        return dict(zip(hand, outcome.value, strict=True))
+    return {number: jobs[number].untested(*_why_no_outcome(outcome)) for number in hand}
+
+
+def single_threaded() -> bool:
+    """Whether this process has one thread, so that a fork of it is whole.
+
+    The monitor of progress bars, which only sleeps, does not count.
+    """
+    monitors = sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/task")) == 1 + monitors
 
 
 #: One thread, since a process with an OpenMP pool must not fork.
@@ -63,6 +104,8 @@ _CHILD_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:
     if outcome.status == "timed out":
         return "timed out", "the child process ran out of time"
+    if outcome.signal == "SIGKILL" or out_of_memory(outcome.error or ""):
+        return "killed", f"{OUT_OF_MEMORY} (the child process, {outcome.describe()})"
     if outcome.status == "killed":
         return "raised", f"the child process was killed by {outcome.signal} while compiling"
     return "raised", first_line(outcome.error or "")

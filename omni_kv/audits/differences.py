@@ -11,6 +11,9 @@ from omni_kv.sandbox.relocate import BEHIND, IN_FRONT
 #: last place of float32, since sums are added up in another order, and a few of the short dtypes.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
+#: Elements that are compared at a time, so that large pools are not copied whole into wide numbers.
+BLOCK = 1 << 20
+
 
 def wrong_elements(right: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Which elements disagree beyond rounding: bool, of the tensors' shape.
@@ -26,14 +29,23 @@ def wrong_elements(right: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     if not (right.dtype.is_floating_point or right.dtype.is_complex):
         return right != seen
     relative = TOLERANCE.get(right.dtype, 1e-1)
-    a, b = _wide(right), _wide(seen)
-    size = a.abs().nan_to_num(0.0, 0.0, 0.0)
-    if size.numel() == 0:
-        return torch.zeros(right.shape, dtype=torch.bool)
-    row = size.amax(-1, keepdim=True) if size.dim() else size
-    allowed = relative * (row + 1e-3 * size.max())
+    if right.numel() == 0:
+        return torch.zeros_like(right, dtype=torch.bool)
+    rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (right, seen)]
+    parts = list(zip(*(t.split(max(1, BLOCK // t.shape[-1])) for t in rows), strict=True))
+    largest = max(float(_size(a).max()) for a, _ in parts)
+    wrong = [_wrong_rows(_wide(a), _wide(b), relative, largest) for a, b in parts]
+    return torch.cat(wrong).reshape(right.shape)
+
+
+def _wrong_rows(a: torch.Tensor, b: torch.Tensor, relative: float, largest: float) -> torch.Tensor:
+    allowed = relative * (_size(a).amax(-1, keepdim=True) + 1e-3 * largest)
     same = (a == b) | (a.isnan() & b.isnan())
     return ~(same | ((a - b).abs() <= allowed))
+
+
+def _size(values: torch.Tensor) -> torch.Tensor:
+    return _wide(values).abs().nan_to_num(0.0, 0.0, 0.0)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -53,10 +65,12 @@ def difference_of(
     """
     if right.shape != seen.shape or right.dtype != seen.dtype:
         return Difference(tensor=name, elements=right.numel(), of=right.numel(), first=[])
+    if torch.equal(bits_of(right), bits_of(seen)):
+        return None
     wrong = wrong_elements(right, seen)
     largest = None
     if right.dtype.is_floating_point or right.dtype.is_complex:
-        gap = (_wide(right) - _wide(seen)).abs()[wrong]
+        gap = (_wide(right[wrong]) - _wide(seen[wrong])).abs()
         finite = gap[gap.isfinite()]
         largest = float(finite.max()) if finite.numel() else None
     count = int(wrong.sum())
@@ -64,7 +78,8 @@ def difference_of(
         return None
     origins: dict[str, torch.Tensor] = {}
     for label, byte in (("the pattern behind", BEHIND), ("the pattern in front of", IN_FRONT)):
-        pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
+        pattern = torch.full_like(right.new_empty(right.element_size()), byte, dtype=torch.uint8)
+        pattern = pattern.view(right.dtype)
         origins[f"{label} the storage"] = pattern.expand(right.shape)
     origins["its own old value"] = before.get(name, right.new_empty(0))
     for other, tensor in expected.items():

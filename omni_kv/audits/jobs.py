@@ -14,10 +14,13 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+from torch.utils import _pytree as pytree
 
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import Comparison, Result
-from omni_kv.lens.fresh import Settings, original, settings_of
-from omni_kv.sandbox.relocate import View, map_leaves, pack
+from omni_kv.audits.threads import Machine
+from omni_kv.lens.fresh import Settings, original
+from omni_kv.sandbox.relocate import ROOM, View, map_leaves, pack
 
 
 @dataclass
@@ -31,10 +34,13 @@ class Job:
         kwargs: keyword arguments of every call, unless the last has ``second_kwargs``.
         dynamic: as in ``torch.compile``.
         second_kwargs: keyword arguments of the last call, if they are others.
-        settings: what the ``torch.compile`` that made the callable was told.
+        modes: how the caller compiles, where that is said.
+        settings: what ``torch.compile`` is told.
         grad: whether autograd records; the caller's mode if not given.
         inference: whether the caller is in inference mode.
         config: what the caller changed in the compiler's configuration, by module and name.
+        machine: threads and vector code of a further run, in ordinary memory, of the first call
+            that has a label; None if it is not made.
         make: makes callable and arguments anew, see ``Named``; None if only the caller can.
         buffers: the module's buffers that are views, by name; filled in for the journey.
     """
@@ -45,10 +51,12 @@ class Job:
     kwargs: dict[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     second_kwargs: dict[str, Any] | None = None
+    modes: Modes = field(default_factory=Modes)
     settings: Settings = field(default_factory=Settings)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     config: dict[str, dict[str, Any]] = field(default_factory=lambda: changed_config())
+    machine: Machine | None = None
     make: Callable[[], Any] | None = None
     buffers: dict[str, View] = field(default_factory=dict)
 
@@ -81,6 +89,20 @@ class Job:
         keywords = [self.kwargs] * (len(self.series) - 1) + [last]
         return list(zip(self.series, keywords, strict=True))
 
+    def memory(self) -> int:
+        """Bytes that running this takes at most, about, besides what a process needs anyway.
+
+        The arguments lie in the child, beside a copy of them as they were. A call in a fork may
+        change them, lays them anew between filled neighbours, and keeps what it changed.
+        """
+        leaves = pytree.tree_leaves((self.series[-1:], self.kwargs, self.second_kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if isinstance(self.fn, torch.nn.Module):
+            tensors += [*self.fn.parameters(), *self.fn.buffers()]
+        storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
+        return sum(COPIES * size + 2 * min(size, ROOM) for size in sizes.values())
+
     def untested(self, result: Result, how: str) -> list[Comparison]:
         """The comparisons of this job if none of them could be made."""
         return [Comparison(label=label, result=result, how=how) for label in self.labels if label]
@@ -93,7 +115,7 @@ def jobs_for(
     *,
     second: Sequence[Any] | None = None,
     second_kwargs: dict[str, Any] | None = None,
-    dynamic: Sequence[bool | None] = (None, True),
+    modes: Modes | None = None,
 ) -> list[Job]:
     """The jobs that look at one callable: static, ``dynamic=True``, and a call of other sizes.
 
@@ -103,8 +125,10 @@ def jobs_for(
         kwargs: its keyword arguments.
         second: arguments of a second call of what was compiled with the default ``dynamic=None``.
         second_kwargs: its keyword arguments, if they are others.
-        dynamic: what to pass as ``dynamic=``.
+        modes: how the caller compiles.
     """
+    modes = modes or Modes()
+    dynamic, settings = modes.shapes, modes.settings(fn)
     jobs = []
     if None in dynamic or second is not None:
         calls: list[tuple[Any, ...]] = [tuple(args)]
@@ -113,10 +137,10 @@ def jobs_for(
             calls.append(tuple(second))
             labels.append("second call")
         last = second_kwargs if second is not None else None
-        jobs.append(Job(original(fn), calls, labels, kwargs or {}, None, last, settings_of(fn)))
+        jobs.append(Job(original(fn), calls, labels, kwargs or {}, None, last, modes, settings))
     if True in dynamic:
         calls, labels = [tuple(args)], ["dynamic=True"]
-        jobs.append(Job(original(fn), calls, labels, kwargs or {}, True, None, settings_of(fn)))
+        jobs.append(Job(original(fn), calls, labels, kwargs or {}, True, None, modes, settings))
     return jobs
 
 
@@ -147,6 +171,9 @@ def changed_config() -> dict[str, dict[str, Any]]:
     return found
 
 
+#: How often a storage is in memory while a call of it is compared.
+COPIES = 6
+
 OWN_MODULE = "Put the callable and its custom ops in a module that can be imported."
 
 
@@ -157,14 +184,17 @@ class Parcel:
     content: bytes
     modules: tuple[str, ...]
     labels: tuple[str, ...]
+    inference: bool = False
 
     def job(self) -> Job:
         """The job, on the child's side."""
         for module in self.modules:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
-        sent = torch.load(io.BytesIO(self.content), weights_only=False)
-        return sent.unpacked() if isinstance(sent, Job) else sent()
+        # Tensors made in inference mode are of another kind, which pickling loses.
+        with torch.inference_mode(self.inference):
+            sent = torch.load(io.BytesIO(self.content), weights_only=False)
+            return sent.unpacked() if isinstance(sent, Job) else sent()
 
 
 @dataclass(frozen=True)
@@ -184,7 +214,7 @@ class Named:
         """The job with its callable and arguments."""
         fn, series, kwargs, last = self.make()
         series = series[: len(self.job.labels)]
-        settings = settings_of(fn)
+        settings = self.job.modes.settings(fn)
         return replace(
             self.job,
             fn=original(fn),
@@ -219,7 +249,9 @@ def parcel_of(job: Job) -> Parcel:
         buffer = io.BytesIO()
         torch.save(Named(job.make, replace(rest, make=None)), buffer, pickle_module=cloudpickle)
     labels = tuple(label for label in job.labels if label)
-    return Parcel(buffer.getvalue(), tuple(sorted(modules - {"__main__"})), labels)
+    leaves = pytree.tree_leaves((job.series, job.kwargs))
+    inference = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
+    return Parcel(buffer.getvalue(), tuple(sorted(modules - {"__main__"})), labels, inference)
 
 
 def _reduce_op(op: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

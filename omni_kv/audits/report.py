@@ -211,7 +211,8 @@ class Shapes(BaseModel):
     """What the compiler did with one setting of ``dynamic=``.
 
     ``problem`` says why it does not compile. ``instrument`` says what the lens could not look at:
-    a failure of the instrument and none of the callable.
+    a failure of the instrument and none of the callable. ``loops_write_inputs`` says whether loops
+    of the generated code write into the caller's tensors; None if it is not known.
     """
 
     label: str
@@ -219,6 +220,7 @@ class Shapes(BaseModel):
     graph_break: str | None = None
     problem: str | None = None
     instrument: str | None = None
+    loops_write_inputs: bool | None = None
     rewritten: list[Rewritten] = Field(default_factory=list)
     seconds: float = 0.0
     ops: list[Op] = Field(default_factory=list)
@@ -247,7 +249,8 @@ class AuditReport(BaseModel):
     """The outcome of ``omni_kv.audit``.
 
     ``found`` holds the findings, the worst first; ``findings`` are their sentences. ``place`` is
-    where the callable begins, as ``file:line``.
+    where the callable begins, as ``file:line``. ``left_quiet`` counts the copies of less than
+    ``min_bytes`` bytes a call, which are no findings.
     """
 
     version: int = VERSION
@@ -258,6 +261,8 @@ class AuditReport(BaseModel):
     sentence: str
     place: str | None = None
     found: list[Finding] = Field(default_factory=list)
+    min_bytes: int = 0
+    left_quiet: int = 0
     shapes: list[Shapes] = Field(default_factory=list)
     comparisons: list[Comparison] = Field(default_factory=list)
     seconds: float = 0.0

@@ -9,7 +9,7 @@ from omni_kv.audits.report import Alias, Argument, AuditReport, Comparison, Find
 
 NOT_COMPARED = (
     "not compared: whether results share memory with each other, values inside objects that are no "
-    "data, runs with several threads and vector code"
+    "data"
 )
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni_kv.audits.report import Argument, AuditReport, Comparison, Finding, Kind, Shapes
+from omni_kv.audits.report import (
+    Argument,
+    AuditReport,
+    Clone,
+    Comparison,
+    Finding,
+    Kind,
+    Rewritten,
+    Shapes,
+)
 from omni_kv.audits.rules import ORDER
 
 #: Results of a comparison that say nothing about the callable's values.
@@ -20,6 +29,7 @@ REWRITTEN_ADVICE = {
 def conclude(report: AuditReport) -> None:
     """Gather the findings of a report, and say its verdict in one sentence."""
     report.found = _found(report)
+    report.left_quiet = sum(_small(copy, report) for copy in _copies(report))
     obstacle = _obstacle(report)
     if report.found:
         count = len(report.found)
@@ -29,12 +39,14 @@ def conclude(report: AuditReport) -> None:
         return
     else:
         report.verdict, report.sentence = "clean", _praise(report)
+    if report.left_quiet:
+        report.sentence += f" Copies of less than {report.min_bytes:,} bytes: {report.left_quiet}."
     report.sentence += _compared(report)
 
 
 def _found(report: AuditReport) -> list[Finding]:
     """The findings, the worst first; those that say the same are one."""
-    found = [finding for shapes in report.shapes for finding in _of_shapes(shapes)]
+    found = [finding for shapes in report.shapes for finding in _of_shapes(shapes, report)]
     for comparison in report.comparisons:
         found += _of_comparison(comparison, report.shapes)
     told = {c.label for c in report.comparisons if c.eager_works}
@@ -59,11 +71,22 @@ def _told(kind: Kind, label: str, what: str, place: str | None = None) -> Findin
     return Finding(kind=kind, label=label, message=f"{label}: {what}", place=place)
 
 
-def _of_shapes(shapes: Shapes) -> list[Finding]:
+def _copies(report: AuditReport) -> list[Clone | Rewritten]:
+    """What is copied on every call."""
+    clones = [a.clone for a in report.clones if a.clone is not None]
+    return [*clones, *(rewritten for s in report.shapes for rewritten in s.rewritten)]
+
+
+def _small(copy: Clone | Rewritten, report: AuditReport) -> bool:
+    size = copy.bytes if isinstance(copy, Clone) else max(copy.reads, copy.writes)
+    return size < report.min_bytes
+
+
+def _of_shapes(shapes: Shapes, report: AuditReport) -> list[Finding]:
     found = []
     for op in shapes.ops:
         for argument in op.arguments:
-            for kind, what in _of_argument(argument):
+            for kind, what in _of_argument(argument, report):
                 finding = _told(kind, shapes.label, f"{op.name}, {argument.name}{what}", op.place)
                 finding.op, finding.argument = op.name, argument.name
                 finding.advice = argument.advice
@@ -71,6 +94,8 @@ def _of_shapes(shapes: Shapes) -> list[Finding]:
                     finding.bytes = argument.clone.bytes
                 found.append(finding)
     for rewritten in shapes.rewritten:
+        if _small(rewritten, report):
+            continue
         place = _place_of(rewritten.input, [shapes])
         finding = _told("input-rewritten", shapes.label, str(rewritten), place)
         finding.argument, finding.bytes = rewritten.input, rewritten.reads + rewritten.writes
@@ -79,9 +104,9 @@ def _of_shapes(shapes: Shapes) -> list[Finding]:
     return found
 
 
-def _of_argument(a: Argument) -> list[tuple[Kind, str]]:
+def _of_argument(a: Argument, report: AuditReport) -> list[tuple[Kind, str]]:
     found: list[tuple[Kind, str]] = []
-    if a.outcome == "cloned":
+    if a.outcome == "cloned" and not (a.clone is not None and _small(a.clone, report)):
         size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
         found.append(("argument-cloned", f" is cloned{size} ({a.cause})"))
     if a.clone is not None and a.clone.reads_outside:
@@ -155,8 +180,10 @@ def _praise(report: AuditReport) -> str:
     if not _mutated(report):
         return "It mutates nothing: there is nothing to clone."
     outcomes = {a.outcome for s in report.shapes for op in s.ops for a in op.arguments}
-    if "written back" in outcomes:
+    if "written back" in outcomes and not report.left_quiet:
         return "No mutated argument is cloned."
+    if report.left_quiet:
+        return "Every mutated argument is written in place, or is small."
     return "Every mutated argument is written in place."
 
 

@@ -80,6 +80,7 @@ def capture(
     *args: Any,
     dynamic: bool | None = None,
     until: Until = "code",
+    settings: Settings | None = None,
     **kwargs: Any,
 ) -> Capture:
     """Compile ``fn(*args, **kwargs)`` with Inductor and keep what each stage produced.
@@ -96,13 +97,14 @@ def capture(
         dynamic: as in ``torch.compile``.
         until: ``graph`` stops behind the graph passes, ``code`` behind code generation (no C++
             or Triton compiler runs in either case).
+        settings: what ``torch.compile`` is told instead of what it was told.
         kwargs: its keyword arguments.
 
     Raises:
         Exception: whatever ``torch.compile`` raises if it cannot compile ``fn``. A graph break is
             no such case: the graph before the break is kept, and ``graph_break`` says why.
     """
-    settings = settings_of(fn)
+    settings = settings or settings_of(fn)
     if dynamic is None:
         dynamic = settings.dynamic
     fn = original(fn)

@@ -263,6 +263,11 @@ FUNCTORCH_OPTIONS = [
     _name("_functorch.config", option, "option", "lens.capture", "off: no cache is read or written")
     for option in ("enable_autograd_cache", "enable_remote_autograd_cache")
 ]
-CUSTOM_OPS = _name(
-    "_library.custom_ops", "OPDEFS", "object", "audits.compare", "the modules that define ops"
+CUSTOM_OPS = VECTOR_SETS = _name(
+    "_inductor.cpu_vec_isa",
+    "valid_vec_isa_list",
+    "object",
+    "audits.threads",
+    "its cache, emptied so that vector code can follow scalar loops",
 )
+_name("_library.custom_ops", "OPDEFS", "object", "audits.compare", "the modules that define ops")

@@ -136,6 +136,7 @@ class _Written:
         elements: what the writes change, so far; None once that is not known.
         through_views: whether a write goes through a view.
         by_op: whether a custom op or a Triton kernel writes.
+        first: the first node of the way from ``until``, once that is reached.
     """
 
     def __init__(self, graph: GraphCapture, target: fx.Node) -> None:
@@ -144,6 +145,7 @@ class _Written:
         self.elements: int | None = 0
         self.through_views = False
         self.by_op = False
+        self.first: fx.Node | None = None
 
     def follow(self, node: Any, until: fx.Node) -> bool:
         """Go back from ``node``; whether ``until`` is reached through writes and views alone."""
@@ -161,7 +163,7 @@ class _Written:
                 return False
             elif not is_view(node):
                 return False
-            node = node.args[0]
+            self.first, node = node, node.args[0]
         return True
 
     def _scatter(self, node: fx.Node) -> None:
@@ -169,7 +171,9 @@ class _Written:
         self.through_views = True
         base, source = node.args[0], node.args[1]
         inner = _Written(self.graph, self.target)
-        if isinstance(base, fx.Node) and inner.follow(source, base):
+        reached = isinstance(base, fx.Node) and inner.follow(source, base)
+        # What is read elsewhere in the base, and written here, moves.
+        if reached and inner.first is not None and inner.first.args[1:] == node.args[2:]:
             self._add(inner.elements)
         elif isinstance(source, fx.Node):
             self._add(self.graph.number(source.meta["val"].numel()))

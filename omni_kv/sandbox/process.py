@@ -30,6 +30,8 @@ from typing import Any, Generic, Literal, TypeVar
 A = TypeVar("A")
 T = TypeVar("T")
 
+_PDEATHSIG = 1  # PR_SET_PDEATHSIG
+
 Status = Literal["returned", "raised", "killed", "timed out"]
 
 #: Settings that every child starts with; ``env=`` overrides them. Scalar C++ loops
@@ -171,36 +173,88 @@ def _environment(folder: Path, cache: Path) -> dict[str, str]:
     }
 
 
+def run_apart(fn: Callable[[], T], device: str = "cpu", **options: Any) -> Outcome[T]:
+    """Call ``fn()`` where it may die: in a fork, or for a GPU, which a fork cannot use, in a child.
+
+    Args:
+        fn: a function without arguments; it and its result must be picklable.
+        device: what it runs on.
+        options: of a child, as ``run_isolated`` takes them.
+    """
+    return run_forked(fn) if device == "cpu" else run_isolated(fn, **options)
+
+
 def run_forked(fn: Callable[[], T]) -> Outcome[T]:
     """Call ``fn()`` in a fork of this process, so that what was compiled here need not be again.
 
-    Only for use inside a child of ``run_isolated``, which bounds its time, and only where torch
-    runs on one thread (``torch.set_num_threads(1)``): a fork takes no other threads along.
+    Only for use inside a child of ``run_isolated`` or ``Fork``, which bounds its time, and only
+    where torch runs on one thread (``torch.set_num_threads(1)``): a fork takes no other threads
+    along.
 
     Args:
         fn: a function without arguments; its result must be picklable.
     """
-    folder = Path(tempfile.mkdtemp(prefix="omni-kv-fork-"))
-    output = folder / "output"
-    start = time.monotonic()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        pid = os.fork()
-        if pid == 0:
+    return Fork(fn, session=False).wait()
+
+
+class Fork(Generic[T]):
+    """A fork of this process that calls a function; several may run at a time.
+
+    Args:
+        fn: a function without arguments; its result must be picklable.
+        session: whether the fork leads a session, so that what it starts ends with it.
+    """
+
+    def __init__(self, fn: Callable[[], T], session: bool = True) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="omni-kv-fork-"))
+        self.session = session
+        self.start = time.monotonic()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
             try:
-                file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+                if session:
+                    os.setsid()
+                    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+                file = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)
                 os.dup2(file, 1)
                 os.dup2(file, 2)
-                _keep_result(fn, folder)
+                _keep_result(fn, self.folder)
                 sys.stderr.flush()
             finally:
                 os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        return _outcome(folder, code, False, time.monotonic() - start, _tail(output))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def wait(self, timeout: float | None = None) -> Outcome[T]:
+        """Wait for the end of the fork, and say how it ended.
+
+        Args:
+            timeout: seconds since its start until it is killed.
+        """
+        try:
+            status = self._status(timeout)
+            timed_out = status is None
+            if self.session:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            if status is None:
+                _, status = os.waitpid(self.pid, 0)
+            seconds = time.monotonic() - self.start
+            code = os.waitstatus_to_exitcode(status)
+            return _outcome(self.folder, code, timed_out, seconds, _tail(self.folder / "output"))
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _status(self, timeout: float | None) -> int | None:
+        """The exit status; None if there is none in time."""
+        if timeout is None:
+            return os.waitpid(self.pid, 0)[1]
+        while time.monotonic() - self.start < timeout:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return status
+            time.sleep(0.01)
+        return None
 
 
 @contextlib.contextmanager
@@ -219,8 +273,8 @@ def graph_caches_off() -> Iterator[None]:
         yield
 
 
-def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list[Outcome[T]]:
-    """Run several isolated calls side by side and return their outcomes in order.
+def run_all(calls: Sequence[Callable[[], T]], workers: int = 2) -> list[T]:
+    """Run several calls that wait for children side by side and return their results in order.
 
     Args:
         calls: functions without arguments, such as ``partial(run_isolated, fn, x)``.
@@ -268,7 +322,7 @@ def _outcome(folder: Path, code: int, timed_out: bool, seconds: float, tail: str
 
 
 def _tail(output: Path) -> str:
-    return output.read_bytes().decode(errors="replace")[-4000:]
+    return output.read_bytes().decode(errors="replace")[-4000:] if output.exists() else ""
 
 
 def _dump(thing: Any, path: Path) -> None:
@@ -323,8 +377,7 @@ def _child(folder: Path, parent: int) -> None:
     import faulthandler
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before it could take this child along
         return
     faulthandler.enable()

@@ -19,11 +19,14 @@ from click.testing import CliRunner
 
 import omni_kv
 from omni_kv.audits.audit import Call, audit, audit_all
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport, Clone
 from omni_kv.cli import main
 from omni_kv.testing import assert_compiles_faithfully, assert_no_clones
 
 pytestmark = pytest.mark.compiles
+
+STATIC = Modes(dynamic=False)
 
 SAME_STORAGE = "same storage already reinplaced"
 
@@ -336,7 +339,7 @@ def test_a_function_of_a_script_finds_its_ops_and_one_that_cannot_travel_says_so
     in_a_script.__module__ = with_a_lock.__module__ = "__main__"
     calls = [Call(in_a_script, cases.make_separate()[1]), Call(with_a_lock, [torch.ones(2)])]
     with torch.no_grad():
-        script, lock = audit_all(calls, dynamic=False)
+        script, lock = audit_all(calls, modes=STATIC)
     assert script.verdict == "clean"
     assert lock.verdict == "could not run"
     assert "module that can be imported" in lock.sentence

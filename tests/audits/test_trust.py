@@ -18,11 +18,16 @@ from click.testing import CliRunner
 from omni_kv.audits import audit as engine
 from omni_kv.audits.audit import Call, audit, audit_all
 from omni_kv.audits.differences import wrong_elements
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport
+from omni_kv.audits.threads import ONE_CORE, cores
 from omni_kv.cli import main
 from omni_kv.lens import capture as lens
+from omni_kv.sandbox.process import run_isolated
 
 pytestmark = pytest.mark.compiles
+
+STATIC = Modes(dynamic=False)
 
 x8 = torch.arange(8.0) + 1
 CALLS = {
@@ -43,6 +48,8 @@ CALLS = {
     "positive": Call(*cases.make_grow()),
     "dropout": Call(cases.dropout, (torch.zeros(64), torch.ones(64))),
     "compile raises": Call(cases.compile_raises, (x8.clone(),)),
+    "race": Call(*cases.make_slides_left()),
+    "race, right": Call(*cases.make_slides_left_right()),
     "eager raises": Call(cases.beyond, (x8.clone(),)),
 }
 
@@ -50,7 +57,7 @@ CALLS = {
 @pytest.fixture(scope="module")
 def reports() -> dict[str, AuditReport]:
     with torch.no_grad():
-        made = audit_all(list(CALLS.values()), dynamic=False)
+        made = audit_all(list(CALLS.values()), modes=Modes(dynamic=False, threads=2))
     return dict(zip(CALLS, made, strict=True))
 
 
@@ -78,6 +85,58 @@ def test_what_differs_is_found_and_its_twin_is_not_blamed(reports, kind) -> None
     assert reports[kind].verdict == "findings"
     assert reports[kind].comparison("static").result == "differs"
     assert reports[f"{kind}, right"].comparison("static").result == "same"
+
+
+several_cores = pytest.mark.skipif(cores() < 2, reason="a race needs two cores")
+
+
+@several_cores
+def test_a_race_of_two_threads_is_found_and_its_twin_is_not_blamed(reports) -> None:
+    *laid, threaded = reports["race"].comparison("static").runs
+    assert {run.result for run in laid} == {"same"}
+    fn, args = cases.make_slides_left()
+    wrong = races(fn, args)
+    assert (threaded.result == "differs") == wrong
+    if wrong:
+        assert "calls with 2 threads" in threaded.how
+        assert any("calls with 2 threads" in finding for finding in reports["race"].findings)
+    twin = reports["race, right"].comparison("static").runs
+    assert len(twin) == 4 and {run.result for run in twin} == {"same"}
+
+
+def races(fn, args) -> bool:
+    """Whether plain ``torch.compile`` is wrong in any of some calls with two threads."""
+    return run_isolated(calls_that_differ, fn, args, env=plain_env).unwrap() > 0
+
+
+plain_env = {"OMP_NUM_THREADS": "2"}
+
+
+def calls_that_differ(fn, args, calls: int = 20) -> int:
+    compiled, wrong = torch.compile(fn), 0
+    torch.set_num_threads(2)
+    expected = [arg.clone() for arg in args]
+    fn(*expected)
+    with torch.no_grad():
+        for _ in range(calls):
+            given = [arg.clone() for arg in args]
+            compiled(*given)
+            wrong += not all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    return wrong
+
+
+def test_the_run_with_threads_is_made_where_loops_write_into_inputs(reports) -> None:
+    assert len(reports["positive"].comparison("static").runs) == 3
+    assert reports["positive"].shapes[0].loops_write_inputs is False
+    assert reports["race"].shapes[0].loops_write_inputs is True
+
+
+def test_a_machine_with_one_core_says_that_no_race_was_looked_for(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "cores", lambda: 1)
+    with torch.no_grad():
+        report = audit(cases.tiny_values_right, cases.make_tiny_values()[1], dynamic=False)
+    assert len(report.comparison("static").runs) == 3
+    assert ONE_CORE in str(report)
 
 
 def test_where_a_result_lies_is_said(reports) -> None:
@@ -197,3 +256,26 @@ def test_arguments_in_the_old_form_are_refused_in_one_line() -> None:
 )
 def test_rounding_is_measured_in_the_scale_of_the_data(right, seen, wrong) -> None:
     assert int(wrong_elements(right, seen).sum()) == wrong
+
+
+def test_memory_that_runs_out_is_no_finding_and_a_crash_is_one() -> None:
+    hows = ("killed", "no memory", "child killed", "crashed")
+    calls = [Call(cases.ends, (torch.zeros(8), how)) for how in hows]
+    with torch.no_grad():
+        reports = {
+            how: audit_all([call], modes=STATIC)[0]
+            for how, call in zip(hows, calls, strict=True)
+        }  # fmt: skip
+    for how in hows[:3]:
+        assert reports[how].verdict == "could not run", str(reports[how])
+        assert "out of memory" in reports[how].sentence
+    assert reports["crashed"].verdict == "findings"
+    assert "memory ran out" not in str(reports["crashed"])
+
+
+def test_how_much_memory_the_runs_take_is_said_before_they_start() -> None:
+    said: list[str] = []
+    pool = torch.zeros(1 << 20)
+    with torch.no_grad():
+        audit_all([Call(cases.tiny_values, (pool, pool[:1]))], modes=STATIC, say=said.append)
+    assert said[-1].startswith("comparing compiled with eager, 1 at a time: about 32 MiB")

@@ -1,0 +1,38 @@
+"""How the end of a run is told: the line that matters, and what is no fault of the callable."""
+
+from __future__ import annotations
+
+from omni_kv.audits.jobs import OWN_MODULE
+
+#: How torch, Python and the kernel say that there is no more memory.
+_NO_MEMORY = ("SIGKILL", "MemoryError", "OutOfMemoryError", "t allocate memory", "annot allocate")
+OUT_OF_MEMORY = "out of memory"
+
+
+def out_of_memory(how: str) -> bool:
+    """Whether an end means that memory ran out: the kernel takes a process by SIGKILL then.
+
+    A wrong read never ends so.
+    """
+    return any(sign in how for sign in _NO_MEMORY)
+
+
+def cause_line(error: BaseException) -> str:
+    """The line of an error that says what is wrong, without the compiler's advice around it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    for number, line in enumerate(lines):
+        if "Explanation:" in line:
+            return line.split("Explanation:", 1)[1].strip()
+        if line.startswith("backend=") and number + 1 < len(lines):
+            return lines[number + 1]
+    return lines[0]
+
+
+def first_line(text: str) -> str:
+    """The first line of a message."""
+    return text.strip().splitlines()[0] if text.strip() else "no message"
+
+
+def hinted(how: str) -> str:
+    """What an error says, with advice where a custom op is not known in a child process."""
+    return f"{how}. {OWN_MODULE}" if "_OpNamespace" in how else how
