@@ -68,7 +68,7 @@ lock: env ## Pin every dependency again, for each supported torch release
 	@for torch in $(LOCKED); do \
 	    echo "torch==$$torch" | "$(BIN)/uv" pip compile --quiet --upgrade --universal \
 	        --python-version 3.11 --no-annotate --custom-compile-command "make lock" \
-	        --extra notebooks --extra docs --extra dev --constraint - pyproject.toml \
+	        --extra notebooks --extra docs --extra dev --extra wild --constraint - pyproject.toml \
 	        --output-file requirements/torch-$$torch.txt || exit 1; \
 	    echo "requirements/torch-$$torch.txt"; \
 	done

@@ -243,7 +243,22 @@ def report(executed: Path, out: Path, device_record: str | None) -> None:
 @main.command()
 @click.argument("case", metavar="PACKAGE.MODULE:MAKE_CASE")
 @click.option("--second", metavar="PACKAGE.MODULE:MAKE_CASE", help="Arguments of a second call.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell every op, argument and run, too.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "sarif", "junit"]),
+    default="text",
+    show_default=True,
+    help="What to print; docs/audit.md describes each.",
+)
+@click.option("--json", "form", flag_value="json", help="The same as --format json.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the report in this format to a file, and print it as text.",
+)
 @click.option("--no-run", is_flag=True, help="Only compile: do not run compiled against eager.")
 @click.option("--dynamic", default="both", metavar="both|true|false", help="Shapes to look at.")
 @click.option("--mode", help="mode= of torch.compile, if not the one of the callable.")
@@ -257,7 +272,9 @@ def audit(
     context: click.Context,
     case: str,
     second: str | None,
-    as_json: bool,
+    verbose: bool,
+    form: str,
+    output: Path | None,
     no_run: bool,
     min_bytes: str,
     **options: Any,
@@ -273,6 +290,7 @@ def audit(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     from omni_kv.audits import command
     from omni_kv.audits.command import BadMode, NoCase
+    from omni_kv.audits.formats import FORMATS
 
     try:
         # What the module prints must not stand in front of the report.
@@ -281,6 +299,9 @@ def audit(
             modes = command.modes_named(**options)
             least = command.bytes_named(min_bytes)
             report = command.audit_case(case, second, not no_run, modes, least, say)
+        written = FORMATS[form](report)
+        if output is not None:
+            output.write_text(written + "\n", encoding="utf-8")
     except (BadMode, NoCase) as error:
         raise Refusal(" ".join(str(error).split())) from error
     except Exception as error:
@@ -289,7 +310,8 @@ def audit(
             raise
         told = f"the audit itself failed: {type(error).__name__}: {error}"
         raise Refusal(f"{' '.join(told.split())} (OMNI_KV_DEBUG=1 shows where)") from error
-    click.echo(report.model_dump_json(indent=2) if as_json else str(report))
+    as_text = form == "text" or output is not None
+    click.echo(report.text(verbose=verbose) if as_text else written)
     context.exit(command.EXIT_CODES[report.verdict])
 
 
@@ -303,19 +325,22 @@ def audit(
 def figures(out: Path | None) -> None:
     """Draw the pictures that the documents show: from the records, and from the imports.
 
-    Without --out, the list of PyTorch's private names in `docs/` is written again, too.
+    Without --out, what `docs/` holds of the code is written again, too: the list of PyTorch's
+    private names, and the schema of the audit's JSON.
     """
     with _one_line():
         from omni_kv.evidence.paths import project_dir, to_write
         from omni_kv.evidence.records import DATA_VARIABLE, data_dir
-        from omni_kv.publish.figures.packages import write_names, write_packages
+        from omni_kv.publish.figures.packages import write_names, write_packages, write_schema
         from omni_kv.publish.figures.site import write_pictures
 
         folder = to_write(out or data_dir() / "figures", DATA_VARIABLE)
         for path in (*write_pictures(folder), write_packages(folder)):
             click.echo(path)
         if out is None:
-            click.echo(write_names(to_write(project_dir() / "docs", DATA_VARIABLE)))
+            docs = to_write(project_dir() / "docs", DATA_VARIABLE)
+            click.echo(write_names(docs))
+            click.echo(write_schema(docs))
 
 
 @main.command("record")
@@ -330,7 +355,11 @@ def figures(out: Path | None) -> None:
 @click.option(
     "--only", "names", multiple=True, metavar="EXPERIMENT", help="One experiment; repeatable."
 )
-def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str, ...]) -> None:
+@click.option("--pairs", type=click.IntRange(1), default=10, show_default=True,
+              help="Of compile-time: compilations of each kind.")  # fmt: skip
+def record_evidence(
+    preset: str, device: str, out: Path | None, names: tuple[str, ...], pairs: int
+) -> None:
     """Run the GPU experiments and write one evidence record each.
 
     Run again, it goes on where it stopped; what is recorded already stays. Exit code 1: something
@@ -342,7 +371,7 @@ def record_evidence(preset: str, device: str, out: Path | None, names: tuple[str
         from omni_kv.experiments.gpu.record import record_command
 
         to_write(out or data_dir(), DATA_VARIABLE)
-        missing = record_command(preset, device, out, names, click.echo)
+        missing = record_command(preset, device, out, names, click.echo, pairs)
     if missing:
         click.echo(f"not complete: {', '.join(missing)}", err=True)
         raise SystemExit(1)

@@ -1,6 +1,7 @@
 """Assertions for a test suite: compiled code must not clone what it mutates, and must be right.
 
-A test that fails prints the whole audit: what was cloned, why, what the clone reads, what to do.
+A test that fails prints the audit's verdict in its first line, as the command line does, and then
+the whole audit: what was cloned, why, what the clone reads, what to do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def assert_no_clones(
         not (shapes.problem or shapes.instrument or shapes.graph_break) for shapes in report.shapes
     )
     if report.clones or not looked_at:
-        raise AssertionError(f"torch.compile clones what {report.callable} mutates\n{report}")
+        raise AssertionError(report.text(verbose=True))
 
 
 def assert_compiles_faithfully(
@@ -61,4 +62,4 @@ def assert_compiles_faithfully(
     report = audit(fn, args, kwargs, second=second, dynamic=dynamic)
     agree = report.comparisons and all(c.result == "same" for c in report.comparisons)
     if not agree or report.reads_outside:
-        raise AssertionError(f"compiled {report.callable} is not faithful to eager\n{report}")
+        raise AssertionError(report.text(verbose=True))

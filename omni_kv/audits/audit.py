@@ -72,7 +72,7 @@ def audit(
         args: its arguments, as a tuple or list. They are neither changed nor run through compiled
             code in this process.
         kwargs: its keyword arguments.
-        run: also run compiled against eager, in child processes over guarded memory (CPU tensors).
+        run: also run compiled against eager, in child processes over guarded memory (CPU or GPU).
             Mutated tensors that hold one value everywhere are filled with random numbers there.
         second: arguments of a second call, with other sizes, or a function that makes them.
         dynamic: look at static shapes (False), ``dynamic=True`` (True), or both.

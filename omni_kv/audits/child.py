@@ -16,12 +16,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config as inductor_config
-from torch.utils import _pytree as pytree
 
+from omni_kv.audits.backend import Backend, Hold
 from omni_kv.audits.differences import bits_of, difference_of
 from omni_kv.audits.errors import (
     OUT_OF_MEMORY,
@@ -34,70 +34,13 @@ from omni_kv.audits.errors import (
 from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
-from omni_kv.audits.threads import CALLS, ORDINARY, Machine, repeated, shared_out
-from omni_kv.lens.fresh import Settings, recompilable
-from omni_kv.lens.graph import input_name
+from omni_kv.audits.threads import CALLS, Machine, repeated, shared_out
+from omni_kv.lens.fresh import recompilable
+from omni_kv.sandbox.memory import map_region
 from omni_kv.sandbox.process import graph_caches_off, run_forked
-from omni_kv.sandbox.relocate import MEMORIES, Memory, lay
+from omni_kv.sandbox.relocate import MEMORIES, ORDINARY, Memory
 
 T = TypeVar("T")
-
-
-class _Hold(BaseException):
-    """Ends a call of the compiled callable before any compiled code has run."""
-
-
-class _Backend:
-    """The caller's backend, with a hand on what it compiles: held at first, then in laid memory."""
-
-    def __init__(self, fn: Callable[..., Any], settings: Settings) -> None:
-        self.fn = fn
-        self.settings = settings
-        self.memory: Memory | Literal["ordinary"] | None = None
-        self.inputs: dict[str, torch.Tensor] = {}
-
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
-
-        nodes = gm.graph.find_nodes(op="placeholder")
-        names = [input_name(node, self.fn) for node in nodes]
-        if self.settings.backend is not None:
-            compiled: Any = self.settings.backend(gm, example_inputs)
-        else:
-            patches = self.settings.options or None
-            compiled = compile_fx(gm, example_inputs, config_patches=patches)
-
-        def call(*inputs: Any) -> Any:
-            if self.memory is None:
-                tensors = zip(names, inputs, strict=True)
-                self.inputs.update((n, t) for n, t in tensors if isinstance(t, torch.Tensor))
-                raise _Hold
-            if self.memory == "ordinary":
-                return compiled(*inputs)
-            laid, write_back = lay(inputs, self.memory)
-            results = compiled(*laid)
-            write_back()
-            back = partial(_back, inputs=inputs, laid=laid)
-            return pytree.tree_map_only(torch.Tensor, back, results)
-
-        return call
-
-
-def _back(result: torch.Tensor, inputs: Sequence[Any], laid: Sequence[Any]) -> torch.Tensor:
-    """A result that lies in laid memory, as the same part of what was given."""
-    pairs = [
-        (given, copy)
-        for given, copy in zip(inputs, laid, strict=True)
-        if isinstance(copy, torch.Tensor) and copy is not given
-    ]
-    for given, copy in pairs:
-        if result is copy:
-            return given
-    for given, copy in pairs:
-        if result.untyped_storage()._cdata == copy.untyped_storage()._cdata:
-            view = given if result.dtype == given.dtype else given.view(result.dtype)
-            return view.as_strided(result.shape, result.stride(), result.storage_offset())
-    return result
 
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
@@ -159,9 +102,9 @@ def _as_the_caller(job: Job) -> Iterator[None]:
         yield
 
 
-def _compiled(job: Job) -> tuple[_Backend, Callable[..., Any]]:
+def _compiled(job: Job) -> tuple[Backend, Callable[..., Any]]:
     """The callable as the caller compiles it, from nothing; held before it runs."""
-    backend = _Backend(job.fn, job.settings)
+    backend = Backend(job.fn, job.settings)
     dynamic = job.settings.dynamic if job.dynamic is None else job.dynamic
     fresh, _ = recompilable(job.fn)
     return backend, torch.compile(fresh, backend=backend, dynamic=dynamic)
@@ -176,7 +119,7 @@ def _do(job: Job) -> list[Comparison]:
         backend.inputs.clear()
         call = _Call(job.fn, args, kwargs, backend)
         try:
-            with contextlib.suppress(_Hold):
+            with contextlib.suppress(Hold):
                 compiled(*args, **kwargs)
         except Exception as error:
             if raised_here(error):
@@ -199,9 +142,10 @@ class _Call:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        backend: _Backend,
+        backend: Backend,
     ) -> None:
         self.fn, self.args, self.kwargs, self.backend = fn, args, kwargs, backend
+        self.broken = False
 
     def not_compiled(self, error: Exception) -> Comparison:
         """What to say of a call that does not compile: it matters whether eager works."""
@@ -218,7 +162,7 @@ class _Call:
     def compare(
         self,
         compiled: Callable[..., Any],
-        again: Callable[[], tuple[_Backend, Callable[..., Any]]],
+        again: Callable[[], tuple[Backend, Callable[..., Any]]],
         machine: Machine | None,
     ) -> Comparison:
         """Run eagerly and compiled, each in a fork, and say where the two disagree."""
@@ -227,15 +171,21 @@ class _Call:
         note = ""
         if expected is not None and (blank := _blank(self.named, expected.values)):
             status, expected, note = self._filled(blank, status, expected)
+        memories, unmappable = self._memories()
         if expected is None:
-            return self._eager_raised(compiled, status)
+            return self._eager_raised(compiled, status, memories[0])
+        notes = [note, unmappable]
         runs = []
-        for memory in MEMORIES:
+        for memory in memories:
+            if self.broken:
+                notes.append(f"{memory}: not run, since the run before it left the GPU broken")
+                continue
             self.backend.memory = memory
-            run, notes = self._judged(memory, compiled, expected)
+            run, told = self._judged(memory, compiled, expected)
             runs.append(run)
-            note = "; ".join(dict.fromkeys(filter(None, [note, *notes])))
-        if machine is not None:
+            notes += told
+        note = "; ".join(dict.fromkeys(filter(None, notes)))
+        if machine is not None and not self.on_gpu:
             runs.append(self._threaded(machine, again, expected))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
@@ -247,33 +197,33 @@ class _Call:
     def _threaded(
         self,
         machine: Machine,
-        again: Callable[[], tuple[_Backend, Callable[..., Any]]],
+        again: Callable[[], tuple[Backend, Callable[..., Any]]],
         expected: Seen,
     ) -> Run:
         """Compile again for the caller's machine, and call on equal inputs, a fork each."""
         backend, compiled = again()
         try:
-            with machine.compiling() as codes, contextlib.suppress(_Hold):
+            with machine.compiling() as codes, contextlib.suppress(Hold):
                 compiled(*self.args, **self.kwargs)
         except Exception as error:
             how = f"it does not compile for {machine}: {cause_line(error)}"
             return Run(memory=ORDINARY, result="not run", how=how)
-        backend.memory = "ordinary"
+        backend.memory = ORDINARY
 
         judged = partial(self._judged, ORDINARY, compiled, expected, machine.threads)
         return repeated(machine, lambda: judged()[0], CALLS if shared_out(codes) else 1)
 
     def _judged(
-        self, memory: str, compiled: Callable[..., Any], expected: Seen, threads: int = 1
+        self, memory: Memory, compiled: Callable[..., Any], expected: Seen, threads: int = 1
     ) -> tuple[Run, list[str]]:
-        """One compiled call in a fork, judged there: its values need not travel."""
+        """One compiled call, judged where it is made: its values need not travel."""
 
         def work() -> tuple[Run, list[str]]:
             torch.set_num_threads(threads)
             got = self._call(compiled)
             return _judge(memory, "", self.before, expected, got), expected.restrided(got)
 
-        how, judged = _fork(work)
+        how, judged = self._apart(work)
         return judged or (_judge(memory, how, self.before, expected, None), [])
 
     def _look(self) -> None:
@@ -285,6 +235,44 @@ class _Call:
         }
         self._remember()
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's memory is among what the call can change."""
+        return any(tensor.is_cuda for tensor in self.named.values())
+
+    def _memories(self) -> tuple[Sequence[Memory], str]:
+        """What the compiled code runs in, and what there is to say of that."""
+        if self.on_gpu:
+            try:
+                map_region((1,), torch.uint8, device="cuda")
+            except OSError as error:
+                return (ORDINARY,), f"compared in ordinary memory only: {error}"
+        return MEMORIES, ""
+
+    def _apart(self, work: Callable[[], T]) -> tuple[str, T | None]:
+        """Do the work so that nothing of it stays, but what it saw.
+
+        A GPU's context does not survive a fork: there it is done here, and every named tensor gets
+        its value back. Nothing more can be done after an illegal access.
+
+        Returns:
+            How it ended if it did not return, and what the work returned.
+        """
+        if not self.on_gpu:
+            return _fork(work)
+        try:
+            seen = work()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            self.broken = "CUDA error" in str(error)
+            return f"{first_line(str(error))} ({type(error).__name__})", None
+        finally:
+            if not self.broken:
+                for name, value in self.before.items():
+                    self.named[name].detach().copy_(value)
+        return "", seen
+
     def _remember(self) -> None:
         self.before = {name: tensor.detach().clone() for name, tensor in self.named.items()}
 
@@ -295,7 +283,7 @@ class _Call:
             with torch.compiler.set_stance("force_eager"):
                 return self._call(self.fn, seed)
 
-        return _fork(work)
+        return self._apart(work)
 
     def _call(self, fn: Callable[..., Any], seed: int = 0) -> Seen:
         torch.manual_seed(seed)
@@ -331,9 +319,11 @@ class _Call:
         note = f"{', '.join(blank)} hold one value everywhere, and it takes no other: foreign "
         return status, expected, note + "zeros in there would not be seen"
 
-    def _eager_raised(self, compiled: Callable[..., Any], status: str) -> Comparison:
-        self.backend.memory = MEMORIES[0]
-        _, got = _fork(partial(self._call, compiled))
+    def _eager_raised(
+        self, compiled: Callable[..., Any], status: str, memory: Memory
+    ) -> Comparison:
+        self.backend.memory = memory
+        _, got = self._apart(partial(self._call, compiled))
         if got is not None and not status.startswith("SIG"):
             how = f"eager raises {status}, and compiled returns"
             return Comparison(label="", result="differs", how=how)
@@ -381,7 +371,7 @@ def _judge(
     if got is None and out_of_memory(status):
         return Run(memory=memory, result="killed", how=f"{OUT_OF_MEMORY} ({status})")
     if got is None:
-        crashed = status.startswith("SIG")
+        crashed = status.startswith(("SIG", "CUDA error"))
         return Run(memory=memory, result="crashed" if crashed else "raised", how=status)
     after = {**before, **expected.values}
     seen = {**before, **got.values}

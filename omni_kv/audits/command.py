@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from omni_kv.audits.audit import MIN_BYTES, Call, audit_all
 from omni_kv.audits.modes import BadMode, Modes
 from omni_kv.audits.report import AuditReport
+from omni_kv.lens.capture import original
 
 EXIT_CODES = {"clean": 0, "findings": 1, "could not run": 2}
 
@@ -96,7 +98,16 @@ def audit_case(
             other = load_case(second)
             call.second, call.second_kwargs = other.args, other.kwargs
         call.make = partial(_make, target, second)
-        return audit_all([call], run=run, modes=modes, min_bytes=min_bytes, say=say)[0]
+        report = audit_all([call], run=run, modes=modes, min_bytes=min_bytes, say=say)[0]
+        report.place = _beginning(call.fn)
+        return report
+
+
+def _beginning(fn: Any) -> str | None:
+    """Where a callable begins, as ``file:line``; None if it has no code of its own."""
+    fn = original(fn)
+    code = getattr(inspect.unwrap(getattr(fn, "forward", fn)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 @contextlib.contextmanager

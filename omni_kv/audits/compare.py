@@ -16,6 +16,7 @@ from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
 from omni_kv.sandbox.process import Fork, Outcome, run_all, run_isolated
+from omni_kv.sandbox.relocate import DEVICES
 
 
 def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> list[Comparison]:
@@ -36,13 +37,15 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     parcels: dict[int, Parcel] = {}
     to_fork: list[int] = []
     threads: dict[int, bool] = {}
+    on_gpu: list[int] = []
     cuda = torch.cuda.is_initialized()
     for number, job in enumerate(jobs):
-        tensors = [t for t in pytree.tree_leaves(job.series) if isinstance(t, torch.Tensor)]
-        if any(t.device.type != "cpu" for t in tensors):
-            how = "guarded memory is CPU memory, and the arguments are not on the CPU"
+        leaves = pytree.tree_leaves((job.series, job.kwargs))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if devices - set(DEVICES):
+            how = f"memory can be guarded on a CPU and on CUDA devices, not on {devices}"
             found[number] = job.untested("not run", how)
-        elif not cuda and single_threaded():
+        elif not cuda and "cuda" not in devices and single_threaded():
             to_fork.append(number)
         else:
             try:
@@ -56,9 +59,12 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
                 how = f"the call cannot be sent to a child process ({cause_line(error)}), and a "
                 how += f"process that uses CUDA cannot be forked. {OWN_MODULE}"
                 found[number] = job.untested("raised", how)
-    ran = [(hand, _sent([parcels[n] for n in hand], timeout)) for hand in _dealt(parcels, workers)]
-    calls = [call for _, call in ran]
-    for (hand, _), outcome in zip(ran, run_all(calls, workers), strict=True):
+            else:
+                on_gpu += [number] if "cuda" in devices else []
+    # A GPU that a wrong read left broken is of no use to the next job: each has a child of its own.
+    hands = _dealt(parcels.keys() - set(on_gpu), workers) + [[number] for number in on_gpu]
+    calls = [_sent([parcels[n] for n in hand], timeout) for hand in hands]
+    for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
         found |= _filed(hand, jobs, outcome)
     hands = _dealt(to_fork, workers)
     forks = [Fork(partial(run_in_fork, [jobs[n] for n in hand])) for hand in hands]
@@ -76,7 +82,7 @@ NO_THREADS = "several threads were not looked at: the callable cannot be sent to
 
 
 def _dealt(numbers: Iterable[int], workers: int) -> list[list[int]]:
-    every = list(numbers)
+    every = sorted(numbers)
     return [hand for first in range(max(1, workers)) if (hand := every[first :: max(1, workers)])]
 
 

@@ -30,7 +30,7 @@ def wrong_elements(right: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return right != seen
     relative = TOLERANCE.get(right.dtype, 1e-1)
     if right.numel() == 0:
-        return torch.zeros(right.shape, dtype=torch.bool)
+        return torch.zeros_like(right, dtype=torch.bool)
     rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (right, seen)]
     parts = list(zip(*(t.split(max(1, BLOCK // t.shape[-1])) for t in rows), strict=True))
     largest = max(float(_size(a).max()) for a, _ in parts)
@@ -78,7 +78,8 @@ def difference_of(
         return None
     origins: dict[str, torch.Tensor] = {}
     for label, byte in (("the pattern behind", BEHIND), ("the pattern in front of", IN_FRONT)):
-        pattern = torch.full((right.element_size(),), byte, dtype=torch.uint8).view(right.dtype)
+        pattern = torch.full_like(right.new_empty(right.element_size()), byte, dtype=torch.uint8)
+        pattern = pattern.view(right.dtype)
         origins[f"{label} the storage"] = pattern.expand(right.shape)
     origins["its own old value"] = before.get(name, right.new_empty(0))
     for other, tensor in expected.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from omni_kv.lens.graph import GraphCapture, Input, overlap
 
 _FUNCTIONALISED = ("auto_functionalized", "auto_functionalized_v2")
 _TRITON = "triton_kernel_wrapper_functional"
+_INSTALLED = {"site-packages", "dist-packages"}
 _SEPARATE = (
     "give each pool an allocation of its own, or pass the op the one tensor that holds them all "
     "and slice it inside the op"
@@ -57,7 +60,8 @@ def ops_of(graph: GraphCapture, number: int = 0) -> list[Op]:
             call = calls[seen.get(overload, 0)] if len(calls) > seen.get(overload, 0) else None
             seen[overload] = seen.get(overload, 0) + 1
             arguments = _wrapped_arguments(graph, node, call, kind)
-            ops.append(Op(name=target_name(overload), kind=kind, graph=number, arguments=arguments))
+            name, place = target_name(overload), place_of(node)
+            ops.append(Op(name=name, kind=kind, graph=number, arguments=arguments, place=place))
             wrapped.add(node.name)
         elif kind == _TRITON:
             ops.append(_triton_op(graph, node, after, number))
@@ -272,7 +276,7 @@ def _triton_op(graph: GraphCapture, node: fx.Node, after: fx.Graph, number: int)
             label = str(decision.argument)
             arguments.append(_argument(graph, label, decision, None, passed))
     name = f"{_kernel_name(node.kwargs['kernel_idx'])}({', '.join(tensors)})"
-    return Op(name=name, kind=_TRITON, graph=number, arguments=arguments)
+    return Op(name=name, kind=_TRITON, graph=number, arguments=arguments, place=place_of(node))
 
 
 def _kernel_name(index: Any) -> str:
@@ -317,10 +321,19 @@ def _aten_ops(graph: GraphCapture, before: fx.Graph, wrapped: set[str], number: 
                     elements=elements, bytes=elements * size, bytes_per_element=size
                 )
                 argument.advice = _ATEN_ADVICE.get(decision.cause)
-        ops.append(
-            Op(name=target_name(made.target), kind="ATen", graph=number, arguments=[argument])
-        )
+        name, place = target_name(made.target), place_of(made) or place_of(node)
+        ops.append(Op(name=name, kind="ATen", graph=number, arguments=[argument], place=place))
     return ops
+
+
+def place_of(node: fx.Node) -> str | None:
+    """Where the caller's program calls what a node stands for, as ``file:line``.
+
+    That is the innermost frame outside installed packages, or the innermost one if all are inside.
+    """
+    frames = re.findall(r'File "([^<"][^"]*)", line (\d+)', node.stack_trace or "")
+    own = [frame for frame in frames if not _INSTALLED.intersection(Path(frame[0]).parts)]
+    return ":".join((own or frames)[-1]) if frames else None
 
 
 def summary_of(graph: GraphCapture) -> dict[str, dict[str, Any]]:

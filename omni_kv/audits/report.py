@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import html
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, computed_field
+
+#: The version of the report as JSON: the same as long as fields are only added.
+VERSION = 1
 
 Verdict = Literal["clean", "findings", "could not run"]
 Result = Literal["same", "differs", "crashed", "raised", "killed", "timed out", "not run"]
+#: The kinds of findings: the rules of ``formats.RULES`` say what each means.
+Kind = Literal[
+    "argument-cloned",
+    "clone-reads-outside",
+    "wrong-elements",
+    "input-rewritten",
+    "compiled-differs",
+    "compiled-crashed",
+    "compiled-raises",
+    "does-not-compile",
+    "could-not-compare",
+    "undeclared-write",
+]
 
 
 class Clone(BaseModel):
@@ -107,12 +122,16 @@ class Argument(BaseModel):
 
 
 class Op(BaseModel):
-    """One call of a mutable op in a compiled graph."""
+    """One call of a mutable op in a compiled graph.
+
+    ``place`` is the caller's line that calls it, as ``file:line``; None where it is not known.
+    """
 
     name: str
     kind: str
     graph: int
     arguments: list[Argument]
+    place: str | None = None
 
 
 class Alias(BaseModel):
@@ -208,18 +227,40 @@ class Shapes(BaseModel):
     aliases: list[Alias] = Field(default_factory=list)
 
 
+class Finding(BaseModel):
+    """One finding: its kind, one sentence, and where it belongs.
+
+    ``label`` is that of the shapes or of the comparison, None for what holds of the whole call.
+    ``place`` is a line of the caller's program, as ``file:line``; ``bytes`` are those that are
+    copied a call. Each is None where it is not known or makes no sense.
+    """
+
+    kind: Kind
+    message: str
+    label: str | None = None
+    op: str | None = None
+    argument: str | None = None
+    bytes: int | None = None
+    place: str | None = None
+    advice: str | None = None
+
+
 class AuditReport(BaseModel):
     """The outcome of ``omni_kv.audit``.
 
-    ``left_quiet`` counts the copies of less than ``min_bytes`` bytes a call, which are no findings.
+    ``found`` holds the findings, the worst first; ``findings`` are their sentences. ``place`` is
+    where the callable begins, as ``file:line``. ``left_quiet`` counts the copies of less than
+    ``min_bytes`` bytes a call, which are no findings.
     """
 
+    version: int = VERSION
     callable: str
     torch: str
     device: str
     verdict: Verdict
     sentence: str
-    findings: list[str] = Field(default_factory=list)
+    place: str | None = None
+    found: list[Finding] = Field(default_factory=list)
     min_bytes: int = 0
     left_quiet: int = 0
     shapes: list[Shapes] = Field(default_factory=list)
@@ -248,141 +289,31 @@ class AuditReport(BaseModel):
                 return comparison
         raise KeyError(label)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def findings(self) -> list[str]:
+        """The sentences of what was found, the worst first."""
+        return [finding.message for finding in self.found]
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        word = "" if self.verdict == "findings" else f"{self.verdict}. "
+        return f"audit of {self.callable}: {word}{self.sentence}"
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The headline, the findings and what was not told; all of the rest if ``verbose``."""
+        from omni_kv.audits.show import text
+
+        return text(self, verbose=verbose)
+
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        return self.text()
 
     def __repr__(self) -> str:
-        return str(self)
+        return self.text()
 
     def _repr_html_(self) -> str:
-        return _html(self)
+        from omni_kv.audits.show import page
 
-
-NOT_COMPARED = (
-    "not compared: whether results share memory with each other, values inside objects that are no "
-    "data"
-)
-
-
-def _text(report: AuditReport) -> list[str]:
-    lines = [
-        f"audit of {report.callable}: {report.verdict}",
-        f"  {report.sentence}",
-        *(f"  ! {finding}" for finding in report.findings),
-    ]
-    for shapes in report.shapes:
-        if shapes.problem == report.sentence:
-            continue
-        lines.append(f"{shapes.label} ({shapes.graphs} graph{'s' * (shapes.graphs != 1)})")
-        if shapes.problem:
-            lines.append(f"  {shapes.problem}")
-        if shapes.instrument:
-            lines.append(f"  {shapes.instrument}")
-        if shapes.graph_break:
-            lines.append(f"  graph break: {shapes.graph_break}")
-        lines += [f"  {alias_sentence(alias)}" for alias in shapes.aliases]
-        lines += [f"  {rewritten}" for rewritten in shapes.rewritten]
-        for op in shapes.ops:
-            lines.append(f"  {op.name}  [{op.kind}]")
-            for argument in op.arguments:
-                lines += [f"    {line}" for line in _argument_lines(argument)]
-    for comparison in report.comparisons:
-        lines.append(f"compiled against eager, {comparison.label}: {comparison.result}")
-        if comparison.how:
-            lines.append(f"  {comparison.how}")
-        if comparison.note:
-            lines.append(f"  {comparison.note}")
-        for run in comparison.runs:
-            lines.append(f"  {run.memory}: {run.result}{f', {run.how}' if run.how else ''}")
-            lines += [f"    {difference}" for difference in run.differences]
-    if report.comparisons:
-        lines.append(NOT_COMPARED)
-    lines.append(f"torch {report.torch}, {report.device}, {report.seconds:.1f} s")
-    return lines
-
-
-def alias_sentence(alias: Alias) -> str:
-    """Say in one sentence how inputs that share a storage lie, and what AOTAutograd made of it."""
-    names = ", ".join(alias.inputs)
-    how = {True: "and overlap", False: "and do not overlap", None: "(overlap not decided)"}
-    text = f"{names} share a storage {how[alias.overlap]}"
-    return text + ("; AOTAutograd merged them into one synthetic base" if alias.merged else "")
-
-
-def _argument_lines(argument: Argument) -> list[str]:
-    source = f" (input {argument.input})" if argument.input not in (None, argument.name) else ""
-    lines = [f"{argument.name}{source}: {argument.outcome}. {argument.why}"]
-    if argument.decided_at:
-        lines.append(f"  decided at {argument.decided_at}")
-    if argument.clone is not None:
-        lines.append(f"  clone: {argument.clone.extent()}")
-        lines += [f"  kernel: {line}" for line in argument.clone.kernel]
-    if argument.misled:
-        lines.append(f"  WRONG ELEMENTS: {argument.shifted()}")
-    if argument.advice:
-        lines.append(f"  what to do: {argument.advice}")
-    return lines
-
-
-_COLOURS = {"clean": "#1a7f37", "findings": "#b35900", "could not run": "#57606a"}
-_BAD = "#b42318"
-
-
-def _html(report: AuditReport) -> str:
-    colour = _COLOURS[report.verdict]
-    findings = "".join(f"<li>{html.escape(f)}</li>" for f in report.findings)
-    parts = [
-        f'<div><p><strong style="color:{colour}">{html.escape(report.verdict)}</strong> '
-        f"<code>{html.escape(report.callable)}</code>: {html.escape(report.sentence)}</p>",
-        f"<ul>{findings}</ul>" if findings else "",
-    ]
-    rows = []
-    for shapes in report.shapes:
-        for op in shapes.ops:
-            for a in op.arguments:
-                head, *details = _argument_lines(a)
-                detail = "<br>".join(html.escape(line.strip()) for line in details)
-                name = html.escape(head.partition(": ")[0])
-                cells = [
-                    html.escape(shapes.label),
-                    f"{name}<br><small>{html.escape(op.name)}</small>",
-                    _coloured(a.outcome, bad=a.outcome == "cloned" or a.misled),
-                    f"{html.escape(a.why)}<br><small>{detail}</small>",
-                ]
-                rows.append(cells)
-    if rows:
-        parts.append(_table(["shapes", "argument", "outcome", "why"], rows))
-    rows = []
-    for comparison in report.comparisons:
-        nothing = Run(memory="", result=comparison.result, how=comparison.how)
-        for run in comparison.runs or [nothing]:
-            texts = [run.how, *map(str, run.differences)]
-            rows.append(
-                [
-                    html.escape(comparison.label),
-                    html.escape(run.memory),
-                    _coloured(run.result, bad=run.result != "same"),
-                    "<br>".join(html.escape(text) for text in texts if text),
-                ]
-            )
-    if rows:
-        parts.append(_table(["compiled against eager", "memory", "result", "where"], rows))
-    parts.append(f"<small>torch {html.escape(report.torch)}, {html.escape(report.device)}</small>")
-    return "".join(parts) + "</div>"
-
-
-def _coloured(text: str, *, bad: bool) -> str:
-    shown = html.escape(text)
-    return f'<strong style="color:{_BAD}">{shown}</strong>' if bad else shown
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    """A table whose cells hold HTML, with text to the left, where Jupyter would put it right."""
-    style = "text-align:left;vertical-align:top"
-    head = "".join(f'<th style="{style}">{html.escape(h)}</th>' for h in heads)
-    body = ""
-    for *cells, last in rows:
-        tags = "".join(f'<td style="{style}">{cell}</td>' for cell in cells)
-        # Names of kernels are long: only the last column may break within a word.
-        body += f'<tr>{tags}<td style="{style};overflow-wrap:anywhere">{last}</td></tr>'
-    return f"<table><tr>{head}</tr>{body}</table>"
+        return page(self)

@@ -21,10 +21,10 @@ import torch._inductor.config as inductor_config
 
 from omni_kv.audits.report import Result, Run
 from omni_kv.lens import pytorch
+from omni_kv.sandbox.relocate import ORDINARY
 
 #: Calls on equal inputs, as a race is not seen in each, and after how many seconds it is enough.
 CALLS, SECONDS = 20, 4.0
-ORDINARY = "ordinary"
 ONE_CORE = "several threads were not looked at: this machine has one core"
 
 

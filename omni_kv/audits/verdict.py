@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from omni_kv.audits.report import Argument, AuditReport, Clone, Comparison, Rewritten, Shapes
+from collections.abc import Sequence
+
+from omni_kv.audits.report import (
+    Argument,
+    AuditReport,
+    Clone,
+    Comparison,
+    Finding,
+    Kind,
+    Rewritten,
+    Shapes,
+)
+from omni_kv.audits.rules import ORDER
 
 #: Results of a comparison that say nothing about the callable's values.
 FAILED = ("raised", "killed", "timed out")
+#: What to do about an input that is rewritten, where that is known.
+REWRITTEN_ADVICE = {
+    "scatter chain through views": (
+        "write into tensors of their own, not into views that the compiled code takes of one tensor"
+    ),
+}
 
 
 def conclude(report: AuditReport) -> None:
     """Gather the findings of a report, and say its verdict in one sentence."""
-    report.findings = _findings(report)
+    report.found = _found(report)
     report.left_quiet = sum(_small(copy, report) for copy in _copies(report))
     obstacle = _obstacle(report)
-    if report.findings:
-        count = len(report.findings)
+    if report.found:
+        count = len(report.found)
         report.verdict, report.sentence = "findings", f"{count} finding{'s' * (count != 1)}."
     elif obstacle:
         report.verdict, report.sentence = "could not run", obstacle
@@ -26,21 +44,31 @@ def conclude(report: AuditReport) -> None:
     report.sentence += _compared(report)
 
 
-def _findings(report: AuditReport) -> list[str]:
-    found = [text for shapes in report.shapes for text in _of_shapes(shapes, report)]
-    found += [text for comparison in report.comparisons for text in _of_comparison(comparison)]
+def _found(report: AuditReport) -> list[Finding]:
+    """The findings, the worst first; those that say the same are one."""
+    found = [finding for shapes in report.shapes for finding in _of_shapes(shapes, report)]
+    for comparison in report.comparisons:
+        found += _of_comparison(comparison, report.shapes)
     told = {c.label for c in report.comparisons if c.eager_works}
     problems = [s for s in report.shapes if s.problem and s.label not in told]
     if len(problems) < len(report.shapes):
         # Some of it compiles: what does not is a finding about the rest.
-        found += [f"{shapes.label}: {shapes.problem}" for shapes in problems]
+        found += [_told("does-not-compile", s.label, str(s.problem)) for s in problems]
     if any(c.result == "same" for c in report.comparisons):
         found += [
-            f"{c.label}: {c.how}"
+            _told("could-not-compare", c.label, c.how)
             for c in report.comparisons
             if c.result in ("raised", "timed out") and not c.eager_works
         ]
-    return list(dict.fromkeys(found + _unseen(report)))
+    found += _unseen(report)
+    distinct: dict[str, Finding] = {}
+    for finding in found:
+        distinct.setdefault(finding.message, finding)
+    return sorted(distinct.values(), key=lambda finding: ORDER.index(finding.kind))
+
+
+def _told(kind: Kind, label: str, what: str, place: str | None = None) -> Finding:
+    return Finding(kind=kind, label=label, message=f"{label}: {what}", place=place)
 
 
 def _copies(report: AuditReport) -> list[Clone | Rewritten]:
@@ -54,50 +82,82 @@ def _small(copy: Clone | Rewritten, report: AuditReport) -> bool:
     return size < report.min_bytes
 
 
-def _of_shapes(shapes: Shapes, report: AuditReport) -> list[str]:
+def _of_shapes(shapes: Shapes, report: AuditReport) -> list[Finding]:
     found = []
     for op in shapes.ops:
-        for a in op.arguments:
-            where = f"{shapes.label}: {op.name}, {a.name}"
-            found += [where + text for text in _of_argument(a, report)]
-    large = [rewritten for rewritten in shapes.rewritten if not _small(rewritten, report)]
-    return found + [f"{shapes.label}: {rewritten}" for rewritten in large]
-
-
-def _of_argument(a: Argument, report: AuditReport) -> list[str]:
-    found = []
-    if a.outcome == "cloned" and not (a.clone is not None and _small(a.clone, report)):
-        size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
-        found.append(f" is cloned{size} ({a.cause})")
-    if a.clone is not None and a.clone.reads_outside:
-        outside = (a.clone.outside_before or 0) + (a.clone.outside_after or 0)
-        found.append(f": the clone reads {outside:,} elements outside the storage")
-    if a.misled:
-        found.append(f": {a.shifted()}")
+        for argument in op.arguments:
+            for kind, what in _of_argument(argument, report):
+                finding = _told(kind, shapes.label, f"{op.name}, {argument.name}{what}", op.place)
+                finding.op, finding.argument = op.name, argument.name
+                finding.advice = argument.advice
+                if argument.clone is not None:
+                    finding.bytes = argument.clone.bytes
+                found.append(finding)
+    for rewritten in shapes.rewritten:
+        if _small(rewritten, report):
+            continue
+        place = _place_of(rewritten.input, [shapes])
+        finding = _told("input-rewritten", shapes.label, str(rewritten), place)
+        finding.argument, finding.bytes = rewritten.input, rewritten.reads + rewritten.writes
+        finding.advice = REWRITTEN_ADVICE.get(rewritten.cause)
+        found.append(finding)
     return found
 
 
-def _of_comparison(comparison: Comparison) -> list[str]:
+def _of_argument(a: Argument, report: AuditReport) -> list[tuple[Kind, str]]:
+    found: list[tuple[Kind, str]] = []
+    if a.outcome == "cloned" and not (a.clone is not None and _small(a.clone, report)):
+        size = f", {a.clone.bytes:,} bytes a call" if a.clone is not None else ""
+        found.append(("argument-cloned", f" is cloned{size} ({a.cause})"))
+    if a.clone is not None and a.clone.reads_outside:
+        outside = (a.clone.outside_before or 0) + (a.clone.outside_after or 0)
+        what = f": the clone reads {outside:,} elements outside the storage"
+        found.append(("clone-reads-outside", what))
+    if a.misled:
+        found.append(("wrong-elements", f": {a.shifted()}"))
+    return found
+
+
+def _of_comparison(comparison: Comparison, looked_at: Sequence[Shapes]) -> list[Finding]:
     if comparison.eager_works:
-        return [f"{comparison.label}: {comparison.how}"]
+        return [_told("compiled-raises", comparison.label, comparison.how)]
     if comparison.result not in ("differs", "crashed"):
         return []
+    kind: Kind = "compiled-differs" if comparison.result == "differs" else "compiled-crashed"
     how = f" ({comparison.how})" if comparison.how else ""
-    return [f"{comparison.label}: compiled {comparison.result}{how}"]
+    what = f"compiled {comparison.result}{how}"
+    differences = [d for run in comparison.runs for d in run.differences]
+    if not differences:
+        return [_told(kind, comparison.label, what)]
+    place = _place_of(differences[0].tensor, looked_at)
+    return [_told(kind, comparison.label, f"{what}; {differences[0]}", place)]
 
 
-def _unseen(report: AuditReport) -> list[str]:
+def _place_of(tensor: str, looked_at: Sequence[Shapes]) -> str | None:
+    """The caller's line that writes an input last, if an op is known to write it."""
+    places = [
+        op.place
+        for shapes in looked_at
+        for op in shapes.ops
+        for argument in op.arguments
+        if argument.input == tensor and op.place
+    ]
+    return places[-1] if places else None
+
+
+def _unseen(report: AuditReport) -> list[Finding]:
     """Inputs that the eager call changes though no op in any graph says that it writes."""
     if _mutated(report) or not _looked(report):
         return []
     changed = dict.fromkeys(name for c in report.comparisons for name in c.changed)
     if not changed:
         return []
-    return [
+    message = (
         f"the eager call changes {', '.join(changed)}, and no op in the graph says that it writes "
         "there: an op writes to an argument that its schema does not name, or state is made in the "
         "first call"
-    ]
+    )
+    return [Finding(kind="undeclared-write", message=message)]
 
 
 def _obstacle(report: AuditReport) -> str:

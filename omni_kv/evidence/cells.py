@@ -110,6 +110,29 @@ class CrashRun(Strict):
     seconds: float
 
 
+class AuditRun(Strict):
+    """What the audit said of one callable.
+
+    Attributes:
+        name: the callable and its arguments.
+        verdict: ``clean``, ``findings`` or ``could not run``.
+        sentence: the audit's one sentence.
+        findings: what it found.
+        comparisons: by kind of call, how compiled compares with eager.
+        runs: the same by kind of call and memory.
+        seconds: wall-clock time of the audit.
+    """
+
+    kind: Literal["audit"] = "audit"
+    name: str
+    verdict: Literal["clean", "findings", "could not run"]
+    sentence: str
+    findings: list[str]
+    comparisons: dict[str, str]
+    runs: dict[str, str]
+    seconds: float
+
+
 class GuardedRun(Strict):
     """How one compiled layer over memory with known surroundings ended, held against eager.
 
@@ -257,6 +280,7 @@ class Timing(_Named):
         nbytes: bytes that one run has to read and write.
         note: what was changed or what is special.
         predicted_ms: what the change was expected to add to a step, in milliseconds.
+        cpu_seconds: processor time of each run, in the process and those that it started.
     """
 
     kind: Literal["timing"] = "timing"
@@ -266,6 +290,7 @@ class Timing(_Named):
     nbytes: float | None = None
     note: str = ""
     predicted_ms: float | None = None
+    cpu_seconds: list[float] | None = None
 
     @property
     def ceiling(self) -> str | None:

@@ -94,65 +94,6 @@ def outcome_lines() -> list[str]:
     return lines + gpu_lines()
 
 
-#: Verdicts that the small table is read from, by layout and kind of call.
-TABLE: dict[str, dict[str, tuple[str, ...]]] = {
-    "halves of one allocation, K first": {
-        "static shapes": ("05.nothing",),
-        "dynamic shapes": ("05.dynamic=True",),
-    },
-    "halves of one allocation, V first": {
-        "static shapes": ("05.a storage offset of zero: V in front of K",),
-    },
-    "two tensors": {
-        "static shapes": ("05.separate storages",),
-        "dynamic shapes": ("02.separate, neighbour, dynamic shapes",),
-        "a cache left by halves": (
-            "05.separate, guard after: stale cache",
-            "05.separate, guard before: stale cache",
-            "05.separate, neighbour: stale cache",
-        ),
-    },
-    "one tensor, sliced in the op": {
-        "static shapes": ("05.one tensor argument, sliced in the op",),
-    },
-}
-CALLS = ("static shapes", "dynamic shapes", "a second size", "a cache left by halves")
-KEY = (
-    "✓ right and in place; ✓ copies: right, and the pool is copied in every call; ✗ reads outside: "
-    "right where memory is mapped around it, dead where it is not; ✗ wrong: V holds other values, "
-    "and nothing is raised (where nothing is mapped it may die); · not on record."
-)
-
-
-def outcome_table() -> dict[str, Any]:
-    """Layouts down, kinds of call across, in each cell one symbol a release, from verdicts.
-
-    Returns:
-        ``calls``, ``rows`` (by layout, for each call the symbols by release) and ``key``; empty if
-        nothing is recorded.
-    """
-    found = {release: recorded(release, "") for release in releases()}
-    if not any(found.values()):
-        return {}
-    rows = {
-        layout: [{r: _symbol(found[r], names.get(call, ())) for r in found} for call in CALLS]
-        for layout, names in TABLE.items()
-    }
-    return {"calls": CALLS, "rows": rows, "key": KEY}
-
-
-def _symbol(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str:
-    """The worst of some outcomes, as the table shows it."""
-    chosen = [found[name] for name in names if name in found]
-    if not chosen:
-        return "·"
-    if any(o.get("V elements wrong") or o.get("their values") for o in chosen):
-        return "✗ wrong"
-    if any(o.get("guarded", o.get("ended")) != "returned" for o in chosen):
-        return "✗ reads outside"
-    return "✓ copies" if any(o.get("clone") for o in chosen) else "✓"
-
-
 def gpu_lines() -> list[str]:
     """What was recorded at the pull request's sizes on the GPU that records are read from.
 

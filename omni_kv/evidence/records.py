@@ -29,6 +29,7 @@ import pydantic
 
 from omni_kv.evidence.cells import (
     Agreement,
+    AuditRun,
     Clones,
     CrashRun,
     GuardedRun,
@@ -107,6 +108,7 @@ class Provenance(Strict):
 Cell = Annotated[
     CrashRun
     | GuardedRun
+    | AuditRun
     | SanitizerRun
     | Clones
     | TestCounts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -40,6 +41,13 @@ PARTS: dict[str, str] = {
     "slot write": r"index_copy|index_elementwise",
     "other": r"",
 }
+
+
+#: What stands in place of the times of a run whose results are wrong.
+WRONG = "wrong"
+
+#: The parts that hold in such a run, too: a copy moves the same bytes whatever stands in them.
+COPIES = ("clone of K and V", "copy back over V")
 
 
 def crash_table(record: Record) -> pd.DataFrame:
@@ -108,7 +116,10 @@ def steady(run: RolloutRun, geometry: Geometry) -> list[float]:
 
 
 def rollout_table(record: Record, geometry: Geometry) -> pd.DataFrame:
-    """Latency of a chunk once the window is full, real-time factor, and memory."""
+    """Latency of a chunk once the window is full, real-time factor, and memory.
+
+    Where the results are wrong, ``WRONG`` stands in place of each time.
+    """
     runs = record.of(RolloutRun)
     eager = {run.backend: run for run in runs.values() if run.mode == "eager"}
     eager |= {
@@ -124,12 +135,14 @@ def rollout_table(record: Record, geometry: Geometry) -> pd.DataFrame:
         median = statistics.median(seconds)
         reference = steady(eager[run.backend], geometry)
         results = _results(run)
-        gain = f"{statistics.median(reference) / median:.2f}x"
-        rows[run.backend, _how(run)] = {
+        times = {
             "chunk, s": round(median, 3),
             "spread": f"{100 * spread(seconds):.2f}%",
             "RTF": round(median / geometry.chunk_seconds, 2),
-            "against eager": "" if results == "WRONG" else gain,
+            "against eager": f"{statistics.median(reference) / median:.2f}x",
+        }
+        rows[run.backend, _how(run)] = {
+            **(dict.fromkeys(times, WRONG) if results == WRONG else times),
             "peak memory, GiB": round(run.peak_bytes / 2**30, 1),
             "results": results,
         }
@@ -151,8 +164,9 @@ def published_table() -> pd.DataFrame:
 
 
 def step_table(record: Record) -> pd.DataFrame:
-    """One denoising step, in milliseconds."""
-    rows = {}
+    """One denoising step, in milliseconds; ``WRONG`` where its result is."""
+    rows: dict[str, dict[str, float | str]] = {}
+    wrong = _wrong_steps(record)
     for cell in record.of(Timing).values():
         if cell.is_ceiling:
             continue
@@ -163,17 +177,25 @@ def step_table(record: Record) -> pd.DataFrame:
             "max ms": round(1e3 * max(cell.seconds), 1),
             "TFLOP/s": round((cell.flop or 0.0) / median / 1e12),
         }
+        if cell.name in wrong:
+            rows[cell.name] = dict.fromkeys(rows[cell.name], WRONG)
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def parts_table(record: Record) -> pd.DataFrame:
-    """Device time of one step by part, in milliseconds, from the profiler."""
+    """Device time of one step by part, in milliseconds, from the profiler.
+
+    Of a step whose result is wrong only the ``COPIES`` are given, and NaN for the rest.
+    """
     columns = {}
+    wrong = _wrong_steps(record)
     for profile in record.of(Profile).values():
         parts = dict.fromkeys(PARTS, 0.0)
         for kernel in profile.kernels:
             part = next(p for p, pattern in PARTS.items() if re.search(pattern, kernel.name))
             parts[part] += kernel.microseconds / 1e3
+        if profile.name in wrong:
+            parts = {part: parts[part] if part in COPIES else math.nan for part in parts}
         columns[profile.name] = parts
     return pd.DataFrame(columns).round(1)
 
@@ -184,10 +206,8 @@ def clone_table(record: Record, geometry: Geometry) -> pd.DataFrame:
     bandwidth = statistics.median(
         [(cell.nbytes or 0.0) / statistics.median(cell.seconds) for cell in copies]
     )
-    nbytes = {
-        "clone of K and V": 2.0 * geometry.clone_nbytes_per_step,
-        "copy back over V": 2.0 * geometry.num_layers * geometry.pool_nbytes,
-    }
+    sizes = (geometry.clone_nbytes_per_step, geometry.num_layers * geometry.pool_nbytes)
+    nbytes = {part: 2.0 * size for part, size in zip(COPIES, sizes, strict=True)}
     parts = parts_table(record)
     shared = [p.name for p in record.of(Profile).values() if p.layout == "shared"]
     rows = {}
@@ -278,7 +298,17 @@ def _results(run: RolloutRun) -> str:
     if not differs:
         return ""
     right = all(d <= 0.02 for d in differs)
-    return f"as eager, within {max(differs):.1%}" if right else "WRONG"
+    return f"as eager, within {max(differs):.1%}" if right else WRONG
+
+
+def _wrong_steps(record: Record) -> set[str]:
+    """The steps whose output is not that of eager."""
+    against = " against eager"
+    return {
+        a.name.removesuffix(against)
+        for a in record.of(Agreement).values()
+        if a.name.endswith(against) and not _number(a.relative_error) <= 0.02
+    }
 
 
 def _number(error: float | str) -> float:

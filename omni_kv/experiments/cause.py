@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import pandas as pd
@@ -17,7 +18,7 @@ import torch
 from omni_kv.audits.audit import audit
 from omni_kv.model.op import ar_diffusion_paged_write_attn
 from omni_kv.sandbox.memory import Region, map_region
-from omni_kv.sandbox.process import graph_caches_off, run_dealt, run_forked
+from omni_kv.sandbox.process import graph_caches_off, run_apart, run_dealt
 
 CountsFrom = Literal["data pointer", "storage start"]
 
@@ -146,7 +147,8 @@ class Measurement:
             clone.
         extent: elements that the clone reads, read from the kernel; 0 without a clone.
         at_prediction: how a run ended with the unmapped page exactly where reading should end.
-        one_earlier: the same with the page one element earlier; None where nothing is read outside.
+        one_earlier: the same with the page one element earlier (on a GPU 16 bytes, see
+            ``ALIGNED``); None where nothing is read outside.
         elements: V elements that the op did not write.
         explained: how many of them held, after the first run, the value that lay where
             ``source_of`` says.
@@ -172,7 +174,8 @@ class Measurement:
             (self.counts_from is not None) == prediction.cloned
             and self.extent == prediction.extent
             and self.at_prediction == "returned"
-            and self.one_earlier == ("killed by SIGSEGV" if prediction.outside else None)
+            and (self.one_earlier is not None) == bool(prediction.outside)
+            and (self.one_earlier is None or died_outside(self.one_earlier))
             and self.explained == self.elements > 0
             and self.foreign == foreign
         )
@@ -207,24 +210,41 @@ def measurements_table(measurements: Sequence[Measurement]) -> pd.DataFrame:
 #: The op writes this many slots in ``measure``, the first ones.
 WRITTEN = 2
 
+#: On a GPU compiled code copies an input that does not lie as it did when it was compiled, up to so
+#: many bytes, and no longer reads the input itself. So the page moves there by as much at a time.
+ALIGNED = 16
 
-def measure(cases: Sequence[Placement], timeout: float = 300.0) -> list[Measurement]:
-    """Compile the op over each placement in one of two child processes, and run it in forks of it.
+
+def workers_for(device: str) -> int:
+    """How many children work side by side; on a GPU each of them waits for more of its own."""
+    return 2 if device == "cpu" else 6
+
+
+def died_outside(ended: str) -> bool:
+    """Whether a run ended, as ``Outcome.describe`` says it, since it touched unmapped memory."""
+    return ended == "killed by SIGSEGV" or "illegal memory access" in ended
+
+
+def measure(cases: Sequence[Placement], device: str = "cpu") -> list[Measurement]:
+    """Compile the op over each placement in child processes, and run it where it may die.
+
+    On a CPU that is a fork of the child that compiled; on a GPU a child that compiles once more.
 
     Args:
         cases: the placements; the storage must hold nothing in front of K and V but a header.
-        timeout: seconds for all of them.
+        device: ``cpu`` or ``cuda``.
 
     Raises:
         RuntimeError: if a child did not return.
     """
-    return run_dealt(_measure_all, cases, timeout=timeout)
+    work = partial(_measure_all, device)
+    return run_dealt(work, cases, workers=workers_for(device), timeout=900)
 
 
-def _measure_all(cases: list[Placement]) -> list[Measurement]:
+def _measure_all(device: str, cases: list[Placement]) -> list[Measurement]:
     torch.set_num_threads(1)
     with torch.no_grad():
-        return [_measure(case) for case in cases]
+        return [_measure(case, device) for case in cases]
 
 
 def call_op(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -235,22 +255,17 @@ def call_op(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> to
     )
 
 
-def _measure(p: Placement) -> Measurement:
-    inputs = inputs_for(p)
-    counts_from, extent = clone_of(*pools_in(p, 0)[:2], inputs)
-    compiled = compiled_afresh(call_op)
-    # Compiled, and run once, where there is room enough on both sides.
-    compiled(*pools_in(p, 4 * p.storage_numel)[:2], inputs)
+def _measure(p: Placement, device: str) -> Measurement:
+    counts_from, extent = clone_of(*pools_in(p, 0, device)[:2], inputs_for(p, device))
     prediction = predict(p, counts_from or "storage start")
-
-    def run(mapped: int) -> tuple[int, int]:
-        key, value, region = pools_in(p, mapped)
-        memory = torch.cat([region.tensor, region.after])
-        compiled(key, value, inputs)
-        return _explained(p, counts_from or "storage start", memory, value)
-
-    at = run_forked(lambda: run(prediction.outside))
-    earlier = run_forked(lambda: run(prediction.outside - 1)) if prediction.outside else None
+    run = partial(_explained_in, p, counts_from or "storage start", device)
+    if device == "cpu":
+        _compiled_with_room(p, device)  # forks have it from here
+    step = 1 if device == "cpu" else max(1, ALIGNED // p.itemsize)
+    at = run_apart(partial(run, prediction.outside), device)
+    earlier = (
+        run_apart(partial(run, prediction.outside - step), device) if prediction.outside else None
+    )
     explained, foreign = at.value if at.value else (0, 0)
     return Measurement(
         placement=p,
@@ -264,12 +279,33 @@ def _measure(p: Placement) -> Measurement:
     )
 
 
-def inputs_for(p: Placement) -> tuple[torch.Tensor, ...]:
-    """The op's other inputs: query, slot mapping, query starts and lengths."""
+@lru_cache(maxsize=1)
+def _compiled_with_room(p: Placement, device: str) -> Callable[..., Any]:
+    """The op, compiled and run once where there is room enough on both sides."""
+    compiled = compiled_afresh(call_op)
+    compiled(*pools_in(p, 4 * p.storage_numel, device)[:2], inputs_for(p, device))
+    return compiled
+
+
+def _explained_in(
+    p: Placement, counts_from: CountsFrom, device: str, mapped: int
+) -> tuple[int, int]:
+    """Run the compiled op with so many mapped elements around it, and explain what it did."""
+    with torch.no_grad():
+        compiled = _compiled_with_room(p, device)
+        key, value, region = pools_in(p, mapped, device)
+        memory = torch.cat([region.tensor, region.after])
+        compiled(key, value, inputs_for(p, device))
+        return _explained(p, counts_from, memory, value)
+
+
+def inputs_for(p: Placement, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """The op's other inputs: query, slot mapping, query starts and lengths (these on the host)."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(WRITTEN, *p.shape[1:], generator=generator).to(getattr(torch, p.dtype))
+    query = torch.randn(WRITTEN, *p.shape[1:], generator=generator)
     starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, WRITTEN], [p.shape[0]]))
-    return query, torch.arange(WRITTEN), starts, lengths
+    slots = torch.arange(WRITTEN, device=device)
+    return query.to(device, getattr(torch, p.dtype)), slots, starts, lengths
 
 
 def compiled_afresh(fn: Callable[..., torch.Tensor], dynamic: bool = False) -> Callable[..., Any]:
@@ -284,17 +320,19 @@ def compiled_afresh(fn: Callable[..., torch.Tensor], dynamic: bool = False) -> C
     return call
 
 
-def pools_in(p: Placement, mapped: int) -> tuple[torch.Tensor, torch.Tensor, Region]:
+def pools_in(
+    p: Placement, mapped: int, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, Region]:
     """K and V in random data, with so many mapped elements behind V's allocation, then no page."""
     dtype = getattr(torch, p.dtype)
-    region = map_region((p.storage_numel,), dtype, after=mapped, before=mapped)
+    region = map_region((p.storage_numel,), dtype, after=mapped, before=mapped, device=device)
     # Whole numbers that bfloat16 holds exactly; neighbours in memory differ.
     for flat, sign in ((region.after, 1), (region.before, -1)):
         flat.copy_(sign * (128 + torch.arange(flat.numel()) % 128))
     generator = torch.Generator().manual_seed(1)
     region.tensor.copy_(torch.rand(p.storage_numel, generator=generator))
     value = region.tensor[p.value_offset : p.value_offset + p.numel].view(p.shape)
-    keys = region.tensor if p.one_allocation else torch.rand(p.storage_numel).to(dtype)
+    keys = region.tensor if p.one_allocation else torch.rand(p.storage_numel).to(device, dtype)
     key = keys[p.key_offset : p.key_offset + p.numel].view(p.shape)
     return key, value, region
 

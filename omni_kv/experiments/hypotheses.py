@@ -126,37 +126,36 @@ class Finding:
         }
 
 
-def clone_elements(
-    geometry: Geometry, *, dynamic: bool = False, static_address: bool = False
-) -> int:
+def clone_elements(geometry: Geometry, *, static_address: bool = False, device: str = "cpu") -> int:
     """Elements that the compiled layer's clone of V reads over shared halves; 0 without a clone.
 
     Compiles as far as the generated code, and runs nothing.
     """
-    block, arguments = layer_call(geometry)
-    inputs = arguments(make_pools(geometry.replace(num_layers=1), "shared"))
+    block, arguments = layer_call(geometry, device=device)
+    inputs = arguments(make_pools(geometry.replace(num_layers=1), "shared", device=device))
     if static_address:
         for pool in inputs[4:6]:
             torch._dynamo.mark_static_address(pool)
     with torch.no_grad():
-        report = audit(block, inputs, run=False, dynamic=dynamic)
+        report = audit(block, inputs, run=False, dynamic=False)
     return sum(a.clone.elements for a in report.clones if a.clone)
 
 
 def try_hypotheses(
-    geometry: Geometry, seed: int = 0
+    geometry: Geometry, seed: int = 0, device: str = "cpu"
 ) -> tuple[list[Finding], dict[str, Outcome[LayerRun]]]:
-    """Try the five on a CPU.
+    """Try the five.
 
     Args:
         geometry: the sizes; one layer is run.
         seed: of weights, inputs and pool contents.
+        device: where.
 
     Returns:
         A finding for each hypothesis, and the outcomes with ``dynamic=True`` by label: the second
         hypothesis is not the cause of this fault, but dynamic shapes have faults of their own.
     """
-    plain = LayerCase(geometry, "shared", "guard after", seed=seed)
+    plain = LayerCase(geometry, "shared", "guard after", seed=seed, device=device)
     cases = {h.number: replace(plain, **h.changes) for h in HYPOTHESES}
     dynamic = [
         replace(plain, layout=layout, memory="neighbour", dynamic=True)
@@ -164,12 +163,18 @@ def try_hypotheses(
     ]
     distinct = list(dict.fromkeys([*cases.values(), *dynamic]))
     outcomes = dict(zip(distinct, isolated_layers(distinct), strict=True))
-    clones = {static: clone_elements(geometry, static_address=static) for static in (False, True)}
+    clones = {
+        static: clone_elements(geometry, static_address=static, device=device)
+        for static in (False, True)
+    }
 
     pool = 2 * geometry.pool_nbytes
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device == "cpu":
+        source, free = "mmap", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        source, free = "the driver", torch.cuda.mem_get_info(device)[0]
     conditions = {
-        1: "on a CPU, in memory straight from mmap: there is no caching allocator",
+        1: f"pools in memory straight from {source}: no caching allocator hands them out",
         2: "dynamic=False",
         3: "both pools marked",
         4: f"{pool / 2**10:,.0f} KiB of pool, {free / 2**30:,.1f} GiB of memory free",

@@ -6,9 +6,10 @@ to call from a notebook or a test.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -124,7 +125,9 @@ def isolated_layer(case: LayerCase, **options: Any) -> Outcome[LayerRun]:
     return run_isolated(run_layer, case, env=env, **options)
 
 
-def isolated_layers(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
+def isolated_layers(
+    cases: Sequence[LayerCase], *, keep_graphs: bool = False
+) -> list[Outcome[LayerRun]]:
     """Run several cases, each in a process of its own, and return outcomes in order.
 
     On a CPU two child processes import torch once each and fork for every case, without a look at
@@ -133,15 +136,18 @@ def isolated_layers(cases: Sequence[LayerCase]) -> list[Outcome[LayerRun]]:
 
     Args:
         cases: what to run.
+        keep_graphs: whether all have one compile cache, so that a case finds what those before it
+            compiled.
     """
-    if any(case.device != "cpu" for case in cases):
-        return [isolated_layer(case) for case in cases]
-    return run_dealt(_fork_for_each, cases)
+    if all(case.device == "cpu" for case in cases):
+        fork = partial(_fork_for_each, keep_graphs=keep_graphs)
+        return run_dealt(fork, cases, workers=1 if keep_graphs else 2)
+    with tempfile.TemporaryDirectory(prefix="omni-kv-") as cache:
+        options = {"cache_dir": cache} if keep_graphs else {}
+        return [isolated_layer(case, **options) for case in cases]
 
 
-def _fork_for_each(
-    cases: Sequence[LayerCase], keep_graphs: bool = False
-) -> list[Outcome[LayerRun]]:
+def _fork_for_each(cases: Sequence[LayerCase], keep_graphs: bool) -> list[Outcome[LayerRun]]:
     """Run each case in a fork; with ``keep_graphs`` one finds what those before it compiled."""
     import torch._inductor.compile_fx
 
@@ -168,27 +174,27 @@ def crash_cases(geometry: Geometry, device: str = "cpu", seed: int = 0) -> list[
     ]
 
 
-def stale_cache(geometry: Geometry, seed: int = 0) -> dict[str, Outcome[LayerRun]]:
+def stale_cache(
+    geometry: Geometry, seed: int = 0, device: str = "cpu"
+) -> dict[str, Outcome[LayerRun]]:
     """Run separate pools with the compile cache that shared halves left behind.
 
-    Every run is a process of its own, forked from one that has compiled nothing.
+    Every run is a process of its own that has compiled nothing.
 
     Args:
         geometry: the sizes.
         seed: of weights, inputs and pool contents.
+        device: where.
 
     Returns:
         Outcomes by label. The first fills the cache; the last has a fresh one, for comparison.
     """
-    first = LayerCase(geometry, "shared", "neighbour", seed=seed)
-    after = [LayerCase(geometry, "separate", memory, seed=seed) for memory in get_args(Memory)[:3]]
-    one_cache, fresh = [first, *after], after[-1:]
-    calls = [
-        partial(run_isolated, _fork_for_each, cases, keep_graphs=True)
-        for cases in (one_cache, fresh)
-    ]
-    (filled, *stale), (anew,) = (outcome.unwrap() for outcome in run_all(calls))
-    outcomes = {f"{first.label}: fills the cache": filled}
+    plain = LayerCase(geometry, "shared", "neighbour", seed=seed, device=device)
+    after = [replace(plain, layout="separate", memory=memory) for memory in get_args(Memory)[:3]]
+    one_cache = partial(isolated_layers, [plain, *after], keep_graphs=True)
+    fresh = partial(isolated_layers, after[-1:])
+    (filled, *stale), (anew,) = run_all([one_cache, fresh])
+    outcomes = {f"{plain.label}: fills the cache": filled}
     outcomes |= {f"{c.label}: stale cache": o for c, o in zip(after, stale, strict=True)}
     return outcomes | {f"{after[-1].label}: fresh cache": anew}
 

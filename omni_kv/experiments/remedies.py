@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._inductor.config as inductor_config
@@ -24,9 +24,10 @@ from omni_kv.experiments.cause import (
     inputs_for,
     placements,
     pools_in,
+    workers_for,
 )
 from omni_kv.model.attention import PagedWindow, attend
-from omni_kv.sandbox.process import run_dealt, run_forked
+from omni_kv.sandbox.process import run_apart, run_dealt
 from omni_kv.upstream import overlap_check
 
 
@@ -91,20 +92,23 @@ class Trial:
         return self.guarded == "returned" and self.wrong == 0
 
 
-def try_changes(shape: tuple[int, int, int] = (64, 2, 8)) -> list[Trial]:
-    """Try each change alone, in one of two child processes.
+def try_changes(shape: tuple[int, int, int] = (64, 2, 8), device: str = "cpu") -> list[Trial]:
+    """Try each change alone, in child processes.
 
     Args:
         shape: ``(num_slots, num_kv_heads, head_dim)`` of K, and of V.
+        device: ``cpu`` or ``cuda``.
 
     Raises:
         RuntimeError: if a child did not return.
     """
-    return run_dealt(partial(_try_some, shape), list(_changes(shape)), timeout=300)
+    work = partial(_try_some, shape, device)
+    return run_dealt(work, list(_changes(shape)), workers=workers_for(device), timeout=900)
 
 
 #: Where K and V lie, what surrounds the compilation, and what else is changed.
-Change = tuple[Placement, AbstractContextManager[Any], dict[str, Any]]
+Options = tuple[Literal["static address", "dynamic", "one tensor"], ...]
+Change = tuple[Placement, AbstractContextManager[Any], Options]
 
 
 def _changes(shape: tuple[int, int, int]) -> dict[str, Change]:
@@ -112,58 +116,55 @@ def _changes(shape: tuple[int, int, int]) -> dict[str, Change]:
     halves, swapped = layouts["halves, K first"], layouts["halves, V first"]
     v1 = inductor_config.patch(enable_auto_functionalized_v2=False)
     return {
-        "nothing": (halves, nullcontext(), {}),
-        "mark_static_address on both pools": (halves, nullcontext(), {"static_address": True}),
-        "enable_auto_functionalized_v2=False": (halves, v1, {}),
-        "dynamic=True": (halves, nullcontext(), {"dynamic": True}),
-        "a storage offset of zero: V in front of K": (swapped, nullcontext(), {}),
-        "separate storages": (layouts["separate"], nullcontext(), {}),
-        "one tensor argument, sliced in the op": (halves, nullcontext(), {"one_tensor": True}),
-        "an overlap check in the reinplace pass": (halves, overlap_check(), {}),
+        "nothing": (halves, nullcontext(), ()),
+        "mark_static_address on both pools": (halves, nullcontext(), ("static address",)),
+        "enable_auto_functionalized_v2=False": (halves, v1, ()),
+        "dynamic=True": (halves, nullcontext(), ("dynamic",)),
+        "a storage offset of zero: V in front of K": (swapped, nullcontext(), ()),
+        "separate storages": (layouts["separate"], nullcontext(), ()),
+        "one tensor argument, sliced in the op": (halves, nullcontext(), ("one tensor",)),
+        "an overlap check in the reinplace pass": (halves, overlap_check(), ()),
     }
 
 
-def _try_some(shape: tuple[int, int, int], changes: list[str]) -> list[Trial]:
+def _try_some(shape: tuple[int, int, int], device: str, changes: list[str]) -> list[Trial]:
     torch.set_num_threads(1)
-    done = []
-    for change in changes:
-        placement, context, options = _changes(shape)[change]
-        with torch.no_grad(), context:
-            done.append(_try(change, placement, **options))
-    return done
+    return [_try(shape, device, change) for change in changes]
 
 
-def _try(
-    change: str,
-    p: Placement,
-    *,
-    static_address: bool = False,
-    dynamic: bool = False,
-    one_tensor: bool = False,
-) -> Trial:
-    inputs = inputs_for(p)
-    fn: Callable[..., torch.Tensor] = _call_one_tensor if one_tensor else call_op
-
-    def arguments(mapped: int) -> tuple[torch.Tensor, ...]:
-        key, value, region = pools_in(p, mapped)
-        pools = (region.tensor.view(2, *p.shape),) if one_tensor else (key, value)
-        if static_address:
-            for pool in pools:
-                torch._dynamo.mark_static_address(pool)
-        return pools
-
-    report = audit(fn, (*arguments(0), inputs), run=False, dynamic=dynamic)
+def _try(shape: tuple[int, int, int], device: str, change: str) -> Trial:
+    p, context, options = _changes(shape)[change]
+    with torch.no_grad(), context:
+        arguments = (*_arguments(p, 0, device, options), inputs_for(p, device))
+        report = audit(_op(options), arguments, run=False, dynamic="dynamic" in options)
     clones = [argument.clone.elements for argument in report.clones if argument.clone]
-    compiled = compiled_afresh(fn, dynamic)
+    wrong = partial(_wrong, shape, device, change)
+    guarded = run_apart(partial(wrong, 0), device)
+    mapped = run_apart(partial(wrong, 4 * p.storage_numel), device)
+    return Trial(change, p.name, sum(clones), guarded.describe(), mapped.value, p.numel)
 
-    def wrong(mapped: int) -> int:
-        pools = arguments(mapped)
-        expected = arguments(mapped)
-        compiled(*pools, inputs)
+
+def _wrong(shape: tuple[int, int, int], device: str, change: str, mapped: int) -> int:
+    """Elements of V that are not as after the same call without the compiler."""
+    p, context, options = _changes(shape)[change]
+    with torch.no_grad(), context:
+        pools, expected = (_arguments(p, mapped, device, options) for _ in range(2))
+        inputs, fn = inputs_for(p, device), _op(options)
+        compiled_afresh(fn, "dynamic" in options)(*pools, inputs)
         fn(*expected, inputs)
-        value, right = (ps[0][1] if one_tensor else ps[1] for ps in (pools, expected))
+        value, right = (ps[0][1] if len(ps) == 1 else ps[1] for ps in (pools, expected))
         return int((value != right).sum())
 
-    guarded = run_forked(lambda: wrong(0))
-    mapped = run_forked(lambda: wrong(4 * p.storage_numel))
-    return Trial(change, p.name, sum(clones), guarded.describe(), mapped.value, p.numel)
+
+def _op(options: Options) -> Callable[..., torch.Tensor]:
+    return _call_one_tensor if "one tensor" in options else call_op
+
+
+def _arguments(p: Placement, mapped: int, device: str, options: Options) -> tuple[Any, ...]:
+    """The pools, in memory with so many mapped elements on both sides."""
+    key, value, region = pools_in(p, mapped, device)
+    pools = (region.tensor.view(2, *p.shape),) if "one tensor" in options else (key, value)
+    if "static address" in options:
+        for pool in pools:
+            torch._dynamo.mark_static_address(pool)
+    return pools

@@ -173,6 +173,17 @@ def _environment(folder: Path, cache: Path) -> dict[str, str]:
     }
 
 
+def run_apart(fn: Callable[[], T], device: str = "cpu", **options: Any) -> Outcome[T]:
+    """Call ``fn()`` where it may die: in a fork, or for a GPU, which a fork cannot use, in a child.
+
+    Args:
+        fn: a function without arguments; it and its result must be picklable.
+        device: what it runs on.
+        options: of a child, as ``run_isolated`` takes them.
+    """
+    return run_forked(fn) if device == "cpu" else run_isolated(fn, **options)
+
+
 def run_forked(fn: Callable[[], T]) -> Outcome[T]:
     """Call ``fn()`` in a fork of this process, so that what was compiled here need not be again.
 
@@ -262,8 +273,8 @@ def graph_caches_off() -> Iterator[None]:
         yield
 
 
-def run_all(calls: Sequence[Callable[[], Outcome[T]]], workers: int = 2) -> list[Outcome[T]]:
-    """Run several isolated calls side by side and return their outcomes in order.
+def run_all(calls: Sequence[Callable[[], T]], workers: int = 2) -> list[T]:
+    """Run several calls that wait for children side by side and return their results in order.
 
     Args:
         calls: functions without arguments, such as ``partial(run_isolated, fn, x)``.

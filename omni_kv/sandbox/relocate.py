@@ -16,18 +16,27 @@ from torch.utils import _pytree as pytree
 
 from omni_kv.sandbox.memory import map_region
 
-Memory = Literal["filled on both sides", "unmapped behind", "unmapped in front"]
+Memory = Literal["filled on both sides", "unmapped behind", "unmapped in front", "ordinary memory"]
 
 #: In this order, since the first that fails says most about where foreign values come from.
 MEMORIES: tuple[Memory, ...] = ("filled on both sides", "unmapped behind", "unmapped in front")
+
+#: Where a GPU's driver cannot map memory at will: nothing is laid.
+ORDINARY: Memory = "ordinary memory"
 
 #: Bytes that surround storages in a filled neighbourhood. As bfloat16, float16, float32 and float64
 #: both are finite and far from what a network holds; as integers they are large.
 BEHIND, IN_FRONT = 0x5B, 0x6A
 
 
+#: Devices whose memory can be laid.
+DEVICES = ("cpu", "cuda")
+
 #: Bytes of the largest filled neighbourhood, so that memory use stays in proportion.
 ROOM = 1 << 26
+
+#: Bytes to which a GPU's allocator aligns tensors, and Inductor expects them to be.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], 
     """Copy tensors into memory whose surroundings are known, storages as they are shared.
 
     Args:
-        values: graph inputs; what is not a CPU tensor stays as it is.
+        values: graph inputs; what is no tensor of a CPU or CUDA device stays as it is.
         memory: what surrounds each storage. A filled neighbourhood is as large as the storage on
             either side, up to ``ROOM``, and ends at unmapped pages.
 
@@ -84,17 +93,20 @@ def lay(values: Sequence[Any], memory: Memory) -> tuple[list[Any], Callable[[], 
             else:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in regions:
-                    source = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                    source.set_(storage)
                     regions[storage._cdata] = (source, _surround(source, memory))
                 target = regions[storage._cdata][1].untyped_storage()
-                over = torch.empty(0, dtype=tensor.dtype)
+                over = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 over.set_(target, tensor.storage_offset(), tensor.shape, tensor.stride())
                 made[id(tensor)] = over.requires_grad_(tensor.requires_grad)
         return made[id(tensor)]
 
     results = [
         laid(value)
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel()
+        if isinstance(value, torch.Tensor)
+        and value.device.type in ("cpu", "cuda")
+        and value.numel()
         else value
         for value in values
     ]
@@ -115,7 +127,13 @@ def _surround(source: torch.Tensor, memory: Memory) -> torch.Tensor:
     before = 0 if memory == "unmapped in front" else room
     after = 0 if memory == "unmapped behind" else room
     guard: Literal["after", "before"] = "before" if memory == "unmapped in front" else "after"
-    region = map_region((size,), torch.uint8, guard=guard, before=before, after=after)
+    if source.is_cuda and memory == "unmapped behind":
+        after = -size % _ALIGNED  # Inductor copies inputs that begin elsewhere, and reads the copy
+    elif source.is_cuda and memory == "filled on both sides":
+        after += -(size + after) % _ALIGNED
+    region = map_region(
+        (size,), torch.uint8, guard=guard, before=before, after=after, device=source.device
+    )
     region.before.fill_(IN_FRONT)
     region.after.fill_(BEHIND)
     return region.tensor.copy_(source)

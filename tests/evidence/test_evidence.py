@@ -132,7 +132,12 @@ def raw(name: str) -> list[dict]:
 def test_step_figures_follow_from_the_samples() -> None:
     table = gpu_tables.step_table(evidence.load("step"))
     samples = {c["name"]: c for c in raw("step") if c["kind"] == "timing"}
+    off = {c["name"]: float(c["relative_error"]) for c in raw("step") if c["kind"] == "agreement"}
+    assert (table == gpu_tables.WRONG).any(axis=1).sum() > 0
     for name, row in table.iterrows():
+        if not off.get(f"{name} against eager", 0.0) <= 0.02:
+            assert set(row) == {gpu_tables.WRONG}
+            continue
         ms = sorted(1e3 * s for s in samples[name]["seconds"])
         assert row["median ms"] == pytest.approx(ms[len(ms) // 2], abs=0.051)
         assert (row["min ms"], row["max ms"]) == pytest.approx((ms[0], ms[-1]), abs=0.051)
@@ -151,12 +156,14 @@ def test_rollout_figures_follow_from_the_samples() -> None:
     }
     for (backend, mode, layout), seconds in steady.items():
         row = table.loc[(backend, "eager" if mode == "eager" else f"compiled, {layout}")]
+        if (mode, layout) == ("compiled", "shared"):
+            assert set(row[["chunk, s", "spread", "RTF", "against eager"]]) == {gpu_tables.WRONG}
+            continue
         median = statistics.median(seconds)
         eager = statistics.median(steady[backend, "eager", "separate"])
         assert row["chunk, s"] == pytest.approx(median, abs=6e-4)
         assert row["RTF"] == pytest.approx(median / 0.75, abs=6e-3)
-        wrong = (mode, layout) == ("compiled", "shared")
-        assert row["against eager"] == ("" if wrong else f"{eager / median:.2f}x")
+        assert row["against eager"] == f"{eager / median:.2f}x"
         assert row["spread"] == f"{100 * (max(seconds) - min(seconds)) / median:.2f}%"
 
 
@@ -172,7 +179,7 @@ def test_peak_memory_and_results_follow_from_the_samples() -> None:
         if not differs:
             assert row["results"] == ""
         elif "nan" in differs:
-            assert row["results"] == "WRONG"
+            assert row["results"] == gpu_tables.WRONG
         else:
             assert row["results"] == f"as eager, within {100 * max(differs):.1f}%"
 
@@ -183,20 +190,25 @@ def test_parts_of_a_step_add_up_to_its_kernels() -> None:
         if cell["kind"] == "profile":
             kernels = {k["name"]: k["microseconds"] / 1e3 for k in cell["kernels"]}
             parts = table[cell["name"]]
-            assert parts.sum() == pytest.approx(sum(kernels.values()), abs=0.5)
+            wrong = cell["name"].endswith("compiled shared")
+            assert set(parts.index[parts.isna()]) == set(parts.index[2:] if wrong else ())
+            assert wrong or parts.sum() == pytest.approx(sum(kernels.values()), abs=0.5)
             clone = sum(ms for name, ms in kernels.items() if "as_strided_clone" in name)
             back = sum(ms for name, ms in kernels.items() if "as_strided_copy" in name)
             ours = sum(ms for name, ms in kernels.items() if name.startswith("triton_"))
             attention = sum(ms for name, ms in kernels.items() if re.search("flash|sdpa", name))
             assert parts["clone of K and V"] == pytest.approx(clone, abs=0.051)
             assert parts["copy back over V"] == pytest.approx(back, abs=0.051)
+            if wrong:
+                continue
             assert parts[:3].sum() == pytest.approx(ours, abs=0.16)
             assert parts["attention"] == pytest.approx(attention, abs=0.051)
 
 
 def test_titles_follow_from_the_samples() -> None:
     parts = gpu_tables.parts_table(evidence.load("step"))
-    fastest = parts[min(parts, key=lambda name: parts[name].sum())]
+    right = [name for name in parts if not name.endswith("compiled shared")]
+    fastest = parts[min(right, key=lambda name: parts[name].sum())]
     share = 100 * (fastest["attention"] + fastest["matrix products"]) / fastest.sum()
     title = gpu_figures.parts_figure(evidence.load("step")).axes[0].get_title(loc="left")
     assert f"{share:.0f}% of the device time" in title

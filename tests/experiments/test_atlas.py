@@ -24,10 +24,10 @@ from omni_kv.experiments.atlas.cells import (
     classify,
 )
 from omni_kv.experiments.atlas.layouts import layout_of
+from omni_kv.experiments.atlas.lookup import always_in_place, changes, outcome_table, rows
 from omni_kv.experiments.atlas.records import (
     AtlasError,
     AtlasRecord,
-    always_in_place,
     hold,
     merge,
     read,
@@ -140,6 +140,35 @@ def test_a_layout_with_a_cell_missing_or_wrong_is_not_in_place_everywhere():
     assert always_in_place([record_of(*cells)]) == ["separate"]
     assert always_in_place([record_of(*cells[1:])]) == []
     assert always_in_place([record_of(*cells[1:], result(cells[0].cell, "crash"))]) == []
+
+
+def of_release(release: str, *results: CellResult) -> AtlasRecord:
+    return record_of(*results).model_copy(update={"release": release})
+
+
+def test_neighbouring_releases_that_agree_share_a_line_and_a_symbol():
+    cell = "separate/static/fresh/no_grad"
+    known = [
+        of_release("1.0", result(cell)),
+        of_release("1.1", result(cell)),
+        of_release("1.2", result(cell, "crash")),
+        of_release("1.3", result(cell)),
+    ]
+    told = [(row.releases, row.outcome) for row in rows(known)]
+    assert told == [(("1.0", "1.1"), "right"), (("1.2",), "crash"), (("1.3",), "right")]
+    table = outcome_table(known, ["separate"])
+    assert table["releases"] == ["1.0 to 1.1", "1.2", "1.3"]
+    assert table["separate allocations"] == ["✓ / ✗ dies / ✓", "·", "·", "·"]
+    assert changes(known) == [
+        ("1.1", "1.2", "right", "crash", 1),
+        ("1.2", "1.3", "crash", "right", 1),
+    ]
+
+
+def test_a_wrong_outcome_is_never_advised_as_fine():
+    cells = [result("list/static/fresh/no_grad", "foreign values")]
+    (row,) = rows([record_of(*cells)])
+    assert row.advice.startswith("Do not run it compiled")
 
 
 def test_shards_deal_out_every_layout_once():

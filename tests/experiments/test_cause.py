@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_kv.experiments.cause import Placement, measure, placements, predict, source_of
+from omni_kv.experiments.cause import (
+    Measurement,
+    Placement,
+    measure,
+    placements,
+    predict,
+    source_of,
+)
 
 SHAPES = st.tuples(st.integers(3, 200), st.integers(1, 4), st.integers(1, 16))
 
@@ -63,6 +70,25 @@ def measured():
     cases = [p for shape, dtype in CHOSEN for p in placements(shape, dtype).values()]
     cases += [placements(shape, dtype)["halves, K first"] for shape, dtype in generated(2)]
     return measure(cases)
+
+
+@pytest.mark.compiles
+def test_each_run_in_a_child_of_its_own_says_the_same_as_a_fork(measured):
+    """What a GPU needs, tried without one: ``cpu:0`` is the CPU, but not where forks are used."""
+    (p,) = [m.placement for m in measured if m.placement.name == "halves and spare room"]
+    (m,) = measure([p], device="cpu:0")
+    assert m.confirms()
+    assert m == next(other for other in measured if other.placement == p)
+
+
+@pytest.mark.parametrize("ended", ["killed by SIGSEGV", "raised X: illegal memory access met"])
+def test_a_run_confirms_by_dying_on_either_kind_of_device(ended):
+    p = placements((3, 2, 4))["halves, K first"]
+    m = Measurement(p, "data pointer", 2 * p.numel, "returned", ended, 8, 8, 8)
+    assert m.confirms()
+    assert not replace(m, one_earlier="returned").confirms()
+    assert not replace(m, one_earlier=None).confirms()
+    assert not replace(m, at_prediction=ended).confirms()
 
 
 @pytest.mark.compiles

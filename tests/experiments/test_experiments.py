@@ -47,3 +47,11 @@ def test_keys_are_never_touched(outcomes):
 def test_memory_that_a_device_has_not_is_refused():
     with pytest.raises(ValueError, match="'expandable segments' is not to be had on cpu"):
         LayerCase(TINY, "shared", "expandable segments")
+
+
+def test_children_of_their_own_can_share_a_compile_cache():
+    """What a GPU needs, tried without one: ``cpu:0`` is the CPU, but not where forks are used."""
+    shared = LayerCase(TINY, "shared", "neighbour", device="cpu:0")
+    separate = LayerCase(TINY, "separate", "neighbour", device="cpu:0")
+    _, stale = isolated_layers([shared, separate], keep_graphs=True)
+    assert not stale.unwrap().right  # with a cache of its own it is: the tests above

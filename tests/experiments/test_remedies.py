@@ -1,8 +1,11 @@
 import pytest
 
 from omni_kv.evidence import outcomes
+from omni_kv.evidence.verdicts import torch_release
 from omni_kv.experiments.hypotheses import HYPOTHESES, STAGES, clone_elements
+from omni_kv.experiments.remedies import _try_some
 from omni_kv.model.geometry import preset
+from omni_kv.sandbox.process import run_isolated
 
 #: Elements of V in notebook 05, whose runs are held to these records on every release.
 OF = 64 * 2 * 8
@@ -42,6 +45,19 @@ def test_what_acts_elsewhere_leaves_the_clone_and_the_outcome_as_they_were(trial
 
 def test_dynamic_shapes_have_a_fault_whether_or_not_static_ones_have(trials):
     assert not right(trials["dynamic=True"])
+
+
+@pytest.mark.compiles
+def test_a_change_is_made_in_the_children_as_well_that_a_gpu_needs():
+    # `cpu:0` is the CPU, but not where forks are used.
+    changes = ["nothing", "an overlap check in the reinplace pass"]
+    nothing, check = run_isolated(_try_some, (64, 2, 8), "cpu:0", changes).unwrap()
+    assert (check.clone_elements, check.guarded, check.wrong) == (0, "returned", 0)
+    found = outcomes.recorded(torch_release(), "05.nothing").get("05.nothing")
+    if found is None:
+        pytest.skip("this release has no record")
+    assert (nothing.clone_elements, nothing.guarded) == (found["clone"], found["guarded"])
+    assert nothing.wrong == found["V elements wrong"]
 
 
 @pytest.mark.compiles

@@ -55,13 +55,23 @@ Origin = Literal["right", "neighbour", "other pool", "other"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the axes."""
+    """One combination of the axes, and the candidate fixes that it runs with.
+
+    Attributes:
+        layout: a key of ``LAYOUTS``.
+        call: a key of ``CALLS``.
+        cache: a key of ``CACHES``.
+        mode: one of ``MODES``.
+        device: ``cpu`` or ``cuda``.
+        fixes: names of candidate fixes in ``omni_kv.upstream``; no part of the key.
+    """
 
     layout: str
     call: str = "static"
     cache: str = "fresh"
     mode: str = "no_grad"
     device: str = "cpu"
+    fixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = (LAYOUTS, CALLS, CACHES, MODES)
@@ -134,7 +144,9 @@ class CellResult(Strict):
     seconds: float
 
 
-def all_cells(layouts: Sequence[str] = (), device: str = "cpu") -> Iterator[Cell]:
+def all_cells(
+    layouts: Sequence[str] = (), device: str = "cpu", fixes: tuple[str, ...] = ()
+) -> Iterator[Cell]:
     """Every combination that is meaningful, for the given layouts or all.
 
     Every call with a fresh cache under ``no_grad``; the other caches with static shapes, since
@@ -142,11 +154,11 @@ def all_cells(layouts: Sequence[str] = (), device: str = "cpu") -> Iterator[Cell
     """
     for layout in layouts or LAYOUTS:
         for call in CALLS:
-            yield Cell(layout, call, device=device)
+            yield Cell(layout, call, device=device, fixes=fixes)
         for cache in list(CACHES)[1:]:
-            yield Cell(layout, cache=cache, device=device)
+            yield Cell(layout, cache=cache, device=device, fixes=fixes)
         for call in ("static", "dynamic"):
-            yield Cell(layout, call, mode="inference_mode", device=device)
+            yield Cell(layout, call, mode="inference_mode", device=device, fixes=fixes)
 
 
 def classify(filled: Run, after: Run | None, before: Run | None) -> tuple[OutcomeClass, str]:

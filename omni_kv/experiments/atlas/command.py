@@ -33,6 +33,9 @@ class _Refusal(click.ClickException):
 @click.option("--workers", type=click.IntRange(1), help="Children at a time: 2, or 8 with cuda.")
 @click.option("--envs", type=click.Path(path_type=Path), default="~/.cache/omni-kv/atlas",
               show_default=True, help="Folder of the environments.")  # fmt: skip
+@click.option("--fix", "fixes", multiple=True, metavar="NAME",
+              help="With a candidate fix of omni_kv.upstream in place, in a record of its own; "
+              "repeatable; all: every one that fits the torch.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Let environments that this command made stay together.")
 @click.option("--remove", is_flag=True, help="Remove an environment that it made when it is done.")
 @click.pass_context
@@ -47,6 +50,7 @@ def atlas(
     executor: str,
     workers: int | None,
     envs: Path,
+    fixes: tuple[str, ...],
     keep: bool,
     remove: bool,
 ) -> None:
@@ -61,15 +65,20 @@ def atlas(
     from omni_kv.experiments.atlas.environments import run_releases
     from omni_kv.experiments.atlas.execute import Job, run_here
     from omni_kv.experiments.atlas.records import AtlasError
+    from omni_kv.upstream.fixes import FIXES
 
     if here and releases:
         raise click.UsageError("--here and --torch exclude each other")
     unknown = [name for name in layouts if name not in LAYOUTS]
     if unknown:
         raise click.UsageError(f"unknown layout {unknown[0]!r}; known: {', '.join(LAYOUTS)}")
-    typed = _typed(layouts, device, shard)
+    strange = [name for name in fixes if name not in (*FIXES, "all")]
+    if strange:
+        raise click.UsageError(f"unknown fix {strange[0]!r}; known: {', '.join(FIXES)}, all")
+    typed = _typed(layouts, device, shard, fixes)
+    workers = workers or (2 if device == "cpu" else 8)
     try:
-        job = Job(layouts, out, device, shard, executor, workers or (2 if device == "cpu" else 8))
+        job = Job(layouts, out, device, shard, executor, workers, fixes)
         if not releases:
             given = os.environ.get("OMNI_KV_RECORD_COMMAND")
             path = run_here(job, given or shlex.join(["omni-kv", "atlas", *typed]))
@@ -99,11 +108,23 @@ def merge(shards: tuple[Path, ...], out: Path) -> None:
 
 @atlas.command()
 @click.argument("record", type=click.Path(path_type=Path))
-def compare(record: Path) -> None:
-    """Print the cells of RECORD that differ from the newest release that comes with the project."""
-    from omni_kv.experiments.atlas import records
+@click.argument("fixed", required=False, type=click.Path(path_type=Path))
+def compare(record: Path, fixed: Path | None) -> None:
+    """Print the cells of RECORD that differ from the newest release that comes with the project.
+
+    With FIXED, a record of the same release made with --fix: what became of each cell of RECORD.
+    Exit code 1: a cell turned worse. 2: the records do not fit.
+    """
+    from omni_kv.experiments.atlas import effect, records
 
     try:
+        if fixed is not None:
+            plain, with_fixes = records.read(record), records.read(fixed)
+            effects = effect.effects(plain, with_fixes)
+            click.echo("\n".join(effect.lines(effects)))
+            if len(plain.cells) > len(effects):
+                click.echo(f"not run with the fixes: {len(plain.cells) - len(effects)} cells")
+            sys.exit(1 if any(e.turned == "worse" for e in effects) else 0)
         new, known = records.read(record), records.records()
         if not known:
             raise records.AtlasError(f"nothing recorded in {records.atlas_dir()}")
@@ -113,8 +134,11 @@ def compare(record: Path) -> None:
         click.echo(f"{cell}: {known[-1].release}: {was}; {new.release}: {now}")
 
 
-def _typed(layouts: tuple[str, ...], device: str, shard: str | None) -> list[str]:
+def _typed(
+    layouts: tuple[str, ...], device: str, shard: str | None, fixes: tuple[str, ...]
+) -> list[str]:
     """The options that decide what is recorded, without paths."""
     words = [word for layout in layouts for word in ("--layout", layout)]
     words += ["--device", device] if device != "cpu" else []
+    words += [word for fix in fixes for word in ("--fix", fix)]
     return words + (["--shard", shard] if shard else [])

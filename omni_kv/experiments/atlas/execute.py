@@ -13,6 +13,8 @@ from omni_kv.evidence.verdicts import torch_release
 from omni_kv.experiments.atlas.cells import LAYOUTS, Cell, CellResult, all_cells, cell_of
 from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, read, record_path, write
 from omni_kv.experiments.atlas.run import run_cells
+from omni_kv.upstream.fixes import FIXES
+from omni_kv.upstream.install import fixed_sources
 
 #: Cells that share the import of torch; a part of one layout, so that work can be dealt out evenly.
 _BATCH = 5
@@ -28,6 +30,7 @@ class Job:
     shard: str | None = None
     executor: str = "process"
     workers: int = 2
+    fixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.executor != "process" and not self.executor.startswith("dask://"):
@@ -56,13 +59,16 @@ def run_here(job: Job, command: str) -> Path:
     with the same code goes on there.
 
     Raises:
-        AtlasError: if a file in the way cannot be read.
+        AtlasError: if a file in the way cannot be read, or this torch does not have the lines that
+            a fix changes.
     """
     from tqdm import tqdm
 
     release = torch_release()
-    path = record_path(job.out, release, job.device, job.shard)
-    cells = list(all_cells(job.chosen(), job.device))
+    fixes = fixes_here(job.fixes)
+    named = ("all",) if "all" in job.fixes else fixes
+    path = record_path(job.out, release, job.device, job.shard, named)
+    cells = list(all_cells(job.chosen(), job.device, fixes))
     here = provenance(job.device, command)
     if path.exists() and read(path).recorded.revision == here.revision:
         known = read(path).by_key()
@@ -88,6 +94,32 @@ def run_here(job: Job, command: str) -> Path:
     return path
 
 
+def fixes_here(names: Sequence[str]) -> tuple[str, ...]:
+    """The candidate fixes that the installed torch gets; ``all`` stands for those that fit it.
+
+    Raises:
+        AtlasError: if a fix does not fit, or none does.
+    """
+    found = [name for name in FIXES if "all" in names and _fits(name)]
+    if "all" in names and not found:
+        raise AtlasError("this torch does not have the lines that any fix changes")
+    try:
+        for name in names:
+            if name != "all":
+                fixed_sources(name)
+    except RuntimeError as error:
+        raise AtlasError(str(error)) from error
+    return tuple(name for name in FIXES if name in (*names, *found))
+
+
+def _fits(name: str) -> bool:
+    try:
+        fixed_sources(name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def run_live(keys: Sequence[str], workers: int = 2) -> list[CellResult]:
     """Run some cells with the torch of this interpreter, dealt out to child processes.
 
@@ -108,7 +140,12 @@ def _record(
     results = [done[cell.key] for cell in cells if cell.key in done]
     seconds = round(sum(result.seconds for result in results), 1)
     return AtlasRecord(
-        release=release, kind=job.device, recorded=here, seconds=seconds, cells=results
+        release=release,
+        kind=job.device,
+        recorded=here,
+        fixes=list(cells[0].fixes) or None,
+        seconds=seconds,
+        cells=results,
     )
 
 

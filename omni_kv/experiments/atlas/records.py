@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pydantic
@@ -12,7 +11,7 @@ import pydantic
 from omni_kv.evidence.cells import Strict
 from omni_kv.evidence.records import Provenance, data_dir, replacing
 from omni_kv.evidence.verdicts import VerdictChanged
-from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, CellResult, all_cells
+from omni_kv.experiments.atlas.cells import CellResult
 
 
 class AtlasError(ValueError):
@@ -26,6 +25,7 @@ class AtlasRecord(Strict):
         release: version of torch without the local part.
         kind: ``cpu`` or ``cuda``.
         recorded: where, when and by which command.
+        fixes: names of the candidate fixes that were in place; None without.
         seconds: time that the cells took, added up over workers.
         cells: results, in the order of the axes.
     """
@@ -33,6 +33,7 @@ class AtlasRecord(Strict):
     release: str
     kind: str
     recorded: Provenance
+    fixes: list[str] | None = None
     seconds: float
     cells: list[CellResult]
 
@@ -41,42 +42,25 @@ class AtlasRecord(Strict):
         return {result.cell: result for result in self.cells}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the lookup table."""
-
-    layout: str
-    call: str
-    cache: str
-    mode: str
-    release: str
-    outcome: str
-    reason: str
-    advice: str
-
-
-#: Outcomes that nobody should meet, and what helps.
-_ADVICE = {
-    "right": "nothing to do",
-    "right, cloned": "right, but pools are copied on every call: see which layouts are in place",
-    "reads outside": "do not run it compiled: it may crash; use a layout that is in place",
-    "foreign values": "do not run it compiled: a pool is overwritten; use a layout in place",
-    "other pool's values": "do not run it compiled: a pool is overwritten; use a layout in place",
-    "crash": "do not run it compiled; use a layout that is in place",
-    "refuses to compile": "use another layout, or static shapes",
-    "wrong otherwise": "do not run it compiled; use a layout that is in place",
-}
-
-
 def atlas_dir() -> Path:
     """Where the records that come with the project lie."""
     return data_dir() / "atlas"
 
 
-def record_path(folder: Path, release: str, kind: str, shard: str | None = None) -> Path:
-    """The file of one release; shards of it have files of their own."""
+def record_path(
+    folder: Path,
+    release: str,
+    kind: str,
+    shard: str | None = None,
+    fixes: Sequence[str] = (),
+) -> Path:
+    """The file of one release; shards of it, and records with fixes, have files of their own.
+
+    ``records`` does not find those.
+    """
     part = f".shard-{shard.replace('/', '-of-')}" if shard else ""
-    return folder / f"torch-{release}-{kind}{part}.json"
+    fixed = f"-fix-{'+'.join(fixes)}" if fixes else ""
+    return folder / f"torch-{release}-{kind}{fixed}{part}.json"
 
 
 def read(path: Path) -> AtlasRecord:
@@ -106,12 +90,12 @@ def merge(records: Sequence[AtlasRecord]) -> AtlasRecord:
     """Put shards of one release together.
 
     Raises:
-        AtlasError: if they are of two releases or devices, or answer a cell twice.
+        AtlasError: if they are of two releases, devices or sets of fixes, or answer a cell twice.
     """
     first = records[0]
     cells: dict[str, CellResult] = {}
     for record in records:
-        for name in ("release", "kind"):
+        for name in ("release", "kind", "fixes"):
             if getattr(record, name) != getattr(first, name):
                 raise AtlasError(f"two of {name}: {getattr(first, name)}, {getattr(record, name)}")
         if record.recorded.revision != first.recorded.revision:
@@ -126,9 +110,9 @@ def merge(records: Sequence[AtlasRecord]) -> AtlasRecord:
 
 
 def records(kind: str = "cpu", folder: Path | None = None) -> list[AtlasRecord]:
-    """All records of one kind of device, by release."""
-    paths = (folder or atlas_dir()).glob(f"torch-*-{kind}.json")
-    return sorted((read(path) for path in paths), key=lambda r: by_number(r.release))
+    """All records of one kind of device without fixes, by release."""
+    found = [read(path) for path in (folder or atlas_dir()).glob(f"torch-*-{kind}.json")]
+    return sorted((r for r in found if not r.fixes), key=lambda r: by_number(r.release))
 
 
 def by_number(release: str) -> list[int]:
@@ -171,47 +155,3 @@ def hold(live: Iterable[CellResult], record: AtlasRecord) -> str:
         lines = [f"{cell}: recorded {was}, now {now}" for cell, (was, now) in changed.items()]
         raise VerdictChanged(f"not as recorded for torch {record.release}: " + "; ".join(lines))
     return f"{len(live)} cells: as recorded for torch {record.release}"
-
-
-def lookup_rows(kind: str = "cpu") -> list[Row]:
-    """The lookup table: one line a cell and release."""
-    return [_row(record.release, result) for record in records(kind) for result in record.cells]
-
-
-def newest_release_outcomes(kind: str = "cpu") -> dict[str, dict[str, str]]:
-    """What the newest recorded release does: by layout and call, with a fresh cache, ``no_grad``.
-
-    Raises:
-        AtlasError: if nothing is recorded.
-    """
-    known = records(kind)
-    if not known:
-        raise AtlasError(f"nothing recorded for {kind}")
-    cells = known[-1].by_key()
-    return {
-        layout: {
-            call: label(cells[f"{layout}/{call}/fresh/no_grad"])
-            for call in CALLS
-            if f"{layout}/{call}/fresh/no_grad" in cells
-        }
-        for layout in LAYOUTS
-    }
-
-
-def always_in_place(known: Iterable[AtlasRecord]) -> list[str]:
-    """Layouts that are right and in place in every cell, all of them recorded by each record."""
-    found = [record.by_key() for record in known]
-
-    def good(layout: str) -> bool:
-        keys = [cell.key for cell in all_cells([layout])]
-        results = [cells.get(key) for cells in found for key in keys]
-        return all(r is not None and r.outcome == "right" and bool(r.in_place) for r in results)
-
-    return [layout for layout in LAYOUTS if found and good(layout)]
-
-
-def _row(release: str, result: CellResult) -> Row:
-    layout, call, cache, mode = result.cell.split("/")
-    outcome = label(result)
-    advice = _ADVICE.get(outcome, "measure the bytes on a release that the lens reads")
-    return Row(layout, call, cache, mode, release, outcome, result.detail, advice)

@@ -8,6 +8,7 @@ device broken is the last.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -62,10 +63,47 @@ def run_cells(cells: Sequence[Cell], timeout: float = 300.0) -> list[CellResult]
     return [_result(cells[0], _ended(together), together.seconds)]
 
 
+def pass_decisions(layouts: Sequence[str], timeout: float = 300.0) -> list[dict[str, Any]]:
+    """What the reinplacing pass of the installed torch decides on each layout, static shapes.
+
+    Nothing is compiled further than the graph, or run.
+
+    Args:
+        layouts: names.
+        timeout: seconds for all of them.
+
+    Returns:
+        A row each: layout, decisions in their order, elements of each clone; in place of both why
+        there is no graph.
+    """
+    return run_isolated(_decisions, list(layouts), timeout=timeout).unwrap()
+
+
+def _decisions(names: list[str]) -> list[dict[str, Any]]:
+    import torch
+
+    from omni_kv.experiments.atlas import layouts
+    from omni_kv.lens.capture import capture
+    from omni_kv.lens.clones import clones_of
+
+    told = []
+    for name in names:
+        layout = layouts.layout_of(name)
+        call = _call(Cell(name), layout, "filled", SLOTS, TOKENS)
+        with torch.no_grad():
+            seen = capture(layout.layer, *call.arguments, dynamic=False, until="graph")
+        decided = [d.cause for graph in seen.graphs for d in graph.decisions]
+        clones = [clone.elements for graph in seen.graphs for clone in clones_of(graph)]
+        told.append({"layout": name, "decisions": decided, "clones": clones})
+    return told
+
+
 def _fork_for_each(cells: list[Cell]) -> list[CellResult]:
     import torch
     import torch._inductor.compile_fx
 
+    # What the children's environment says, for releases that do not read it there.
+    torch._inductor.config.cpp.vec_isa_ok = False
     torch.set_num_threads(1)
     results = []
     for cell in cells:
@@ -147,6 +185,15 @@ class _Call:
 
 
 def _observe(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
+    from omni_kv.upstream import installed
+
+    with contextlib.ExitStack() as stack:
+        for fix in cell.fixes:
+            stack.enter_context(installed(fix))
+        return _observe_here(cell, memories)
+
+
+def _observe_here(cell: Cell, memories: tuple[Memory, ...]) -> _Seen:
     import torch
 
     from omni_kv.experiments.atlas import layouts

@@ -14,13 +14,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from omni_kv.evidence.cells import CrashCase, Strict, Timing
+from omni_kv.evidence.compile_times import ratio_lines
 from omni_kv.evidence.records import (
     EvidenceError,
     Provenance,
@@ -37,8 +37,10 @@ from omni_kv.experiments.gpu import bench, fixed
 from omni_kv.experiments.gpu import step as gpu_measure
 from omni_kv.experiments.gpu import trials as gpu_trials
 from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
+from omni_kv.experiments.gpu.compile_time import compile_time_units
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
+from omni_kv.experiments.gpu.plan import Plan, Unit
 from omni_kv.experiments.gpu.pytorch_tests import compare_tests, test_files
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
@@ -46,48 +48,25 @@ from omni_kv.model.attention import BackendError, choose_backend
 from omni_kv.model.geometry import Geometry, preset
 from omni_kv.sandbox.process import run_isolated
 
+#: What the audit is tried on, see ``audited``; its kernels need Triton, which not every torch has.
+AUDITED = (
+    "layer, tiny, shared",
+    "layer, tiny, separate",
+    "layer, lingbot-480x832, shared",
+    "layer, lingbot-480x832, separate",
+    "Triton kernel over halves",
+    "Triton kernel over two tensors",
+    "Triton kernel over a view of an intermediate",
+)
+
 #: Children that compile and crash side by side; measurements run alone.
 WORKERS = 14
+#: Recorded where they are named only: the notebook's short form of "step" and "rollout", and hours.
+BY_NAME = ("live", "compile-time")
 
 
 class RecordRefused(ValueError):
     """What was asked for cannot be recorded there; the message says why."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A part of an experiment.
-
-    Attributes:
-        name: unique within the experiment.
-        run: makes its cells.
-        alone: whether nothing else may run beside it.
-    """
-
-    name: str
-    run: Callable[[], Sequence[Strict]]
-    alone: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to record.
-
-    Attributes:
-        geometry: the preset.
-        device: ``cuda``; ``cpu`` is for trying the machinery.
-        backends: attention backends to measure, the fastest last.
-        samples: timed runs of each variant of a step.
-        chunks: length of a rollout.
-        repeats: rollouts of each kind.
-    """
-
-    geometry: Geometry
-    device: str
-    backends: tuple[str, ...]
-    samples: int = 5
-    chunks: int = 10
-    repeats: int = 1
 
 
 def experiments(plan: Plan) -> dict[str, list[Unit]]:
@@ -111,6 +90,9 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
     ]
     if plan.device != "cpu":
+        found["audit"] = [
+            Unit(name, functools.partial(_audit, name), alone=True) for name in AUDITED
+        ]
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
     found["step"] = [
         *(
@@ -134,6 +116,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         )
         for backend in backends
     ]
+    found["compile-time"] = compile_time_units(plan)
     found["live"] = [_measured(plan, fastest, "measure_live", fastest, plan.samples, plan.chunks)]
     return found
 
@@ -187,6 +170,7 @@ def record_command(
     out: Path | None,
     names: Sequence[str],
     say: Callable[[str], None],
+    pairs: int = 10,
 ) -> list[str]:
     """What ``omni-kv record`` does; the experiments that are not complete afterwards.
 
@@ -198,10 +182,10 @@ def record_command(
     if device != "cpu" and not torch.cuda.is_available():
         raise RecordRefused(f"no device {device!r} here; take --device cpu --preset tiny")
     origin = provenance(device, command_line())
-    plan = Plan(geometry, device, _backends(geometry, device))
+    plan = Plan(geometry, device, _backends(geometry, device), pairs=pairs)
     folder = out or data_dir() / "evidence" / folder_name(origin)
     # Without test files there is nothing to record of them.
-    wanted = names or [n for n, units in experiments(plan).items() if units and n != "live"]
+    wanted = names or [n for n, units in experiments(plan).items() if units and n not in BY_NAME]
     record(plan, origin, folder, wanted, say)
     return [name for name in wanted if not (folder / f"{name}.json").exists()]
 
@@ -238,7 +222,7 @@ def record(
         plan: what to record.
         origin: where and with what this runs.
         out: folder of this machine's records.
-        names: experiments to record; all by default.
+        names: experiments to record; all but ``BY_NAME`` by default.
         say: gets a line for every finished unit.
 
     Returns:
@@ -253,8 +237,7 @@ def record(
     if unknown:
         raise RecordRefused(f"unknown experiment {unknown[0]!r}; known: {', '.join(known)}")
     _refuse_another_machine(out, origin)
-    # "live" is the notebook's short form of "step" and "rollout".
-    chosen = {name: known[name] for name in names or (n for n in known if n != "live")}
+    chosen = {name: known[name] for name in names or (n for n in known if n not in BY_NAME)}
     books = {name: _Book(out, name, units, plan, origin) for name, units in chosen.items()}
     todo = [(book, unit) for book in books.values() for unit in book.missing()]
 
@@ -273,6 +256,8 @@ def record(
     for book, unit in todo:
         if unit.alone:
             run(book, unit)
+    for line in ratio_lines(books["compile-time"].known()) if "compile-time" in books else ():
+        say(line)
     return [book.path for book in books.values() if book.path.exists()]
 
 
@@ -305,6 +290,10 @@ class _Book:
             same = earlier.provenance.same_machine(origin)
             if same and earlier.parameters == self.record.parameters:
                 self.record = earlier
+
+    def known(self) -> Record:
+        """What is recorded so far."""
+        return read(self.path) if self.path.exists() else self.record
 
     def missing(self) -> list[Unit]:
         if self.path.exists():
@@ -343,6 +332,12 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
+
+
+def _audit(name: str) -> list[Strict]:
+    from omni_kv.experiments.gpu.audited import audit_run
+
+    return [audit_run(name)]
 
 
 def _pytorch_tests(path: Path) -> list[Strict]:

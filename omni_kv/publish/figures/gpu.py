@@ -64,8 +64,10 @@ def latency_figure(record: Record, geometry: Geometry) -> Figure:
 
 
 def parts_figure(record: Record) -> Figure:
-    """Device time of one step, split into parts."""
-    parts = parts_table(record)
+    """Device time of one step, split into parts; of a wrong step, its two copies alone."""
+    table = parts_table(record)
+    wrong = table.columns[table.isna().any()]
+    parts = table.fillna(0.0)
     with plt.style.context(STYLE):
         fig, ax = plt.subplots(figsize=(8, 0.5 * len(parts.columns) + 1.8))
         left = [0.0] * len(parts.columns)
@@ -81,8 +83,11 @@ def parts_figure(record: Record) -> Figure:
                 edgecolor="white",
             )
             left = [start + width for start, width in zip(left, row, strict=True)]
+        for name in wrong:
+            told = " wrong result: its two copies only"
+            ax.text(parts[name].sum(), name, told, va="center", color="0.4")
         ax.invert_yaxis()
-        ax.set(xlabel="ms of device time in one step", title=_parts_title(parts))
+        ax.set(xlabel="ms of device time in one step", title=_parts_title(table))
         fig.legend(loc="outside lower center", ncols=3, fontsize=8)
         _label(fig, record)
     return fig
@@ -118,7 +123,7 @@ def _latency_title(runs: list[RolloutRun], geometry: Geometry) -> str:
 
 
 def _parts_title(parts: pd.DataFrame) -> str:
-    totals = parts.sum()
+    totals = parts.dropna(axis="columns").sum()
     fastest = totals.idxmin()
     share = parts.loc[["attention", "matrix products"], fastest].sum() / totals[fastest]
     return f"Attention and matrix products take {share:.0%} of the device time of the fastest step"

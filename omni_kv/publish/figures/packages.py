@@ -1,4 +1,4 @@
-"""The figure of the sub-packages, drawn from the imports, and the page of PyTorch's names."""
+"""What the documents show of the code: its imports, PyTorch's names, the report's schema."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from omni_kv.audits.formats import SCHEMA_NAME, schema
 from omni_kv.evidence.paths import PACKAGE
 from omni_kv.lens.pytorch import names
 from omni_kv.publish.figures.svg import STYLE, describe, save
@@ -149,6 +150,13 @@ def write_names(folder: Path) -> Path:
     """Write the page of names as ``pytorch_names.md`` into a folder."""
     path = folder / "pytorch_names.md"
     path.write_text(names_page(), encoding="utf-8")
+    return path
+
+
+def write_schema(folder: Path) -> Path:
+    """Write the JSON schema of the audit's report into a folder."""
+    path = folder / SCHEMA_NAME
+    path.write_text(schema(), encoding="utf-8")
     return path
 
 

@@ -14,11 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from omni_kv.evidence import claims, outcomes, records, verdicts
+from omni_kv.experiments.atlas import lookup
+from omni_kv.experiments.atlas.cells import CACHES, CALLS, LAYOUTS, MODES
+from omni_kv.experiments.atlas.records import records as atlas_records
 from omni_kv.publish.site.pages import Run
 
 #: Prose pages that come before the notebooks, and after them; the order on paper, too.
-FIRST = ("in_short",)
-LAST = ("statements", "records", "glossary", "docs/architecture", "docs/pytorch_names")
+FIRST = ("in_short", "lookup")
+LAST = (
+    "statements",
+    "records",
+    "glossary",
+    "docs/audit",
+    "docs/architecture",
+    "docs/pytorch_names",
+)
 
 
 def fill_in(source: Path, runs: Sequence[Run], *, paged: bool = False) -> None:
@@ -64,7 +74,7 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
         "last": LAST,
         "urls": dict(link.split(", ", 1) for link in links),
         "outcomes": outcomes.outcome_lines(),
-        "outcome_table": outcome_table(),
+        "atlas": _atlas(),
         "releases": outcomes.releases(),
         "clone_alt": alt_text(what_the_clone_reads()),
         "statements": _statements(runs),
@@ -76,38 +86,34 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
     }
 
 
-#: Layouts and calls of the atlas that stand in the front page's table.
-ATLAS_LAYOUTS = {
-    "halves of one allocation, K first": "shared_k_first",
-    "halves of one allocation, V first": "shared_v_first",
-    "two tensors": "separate",
-    "one tensor, sliced in the op": "one_tensor",
-}
-ATLAS_CALLS = ("static/fresh", "dynamic/fresh", "second_pool/fresh", "static/shared_halves")
-ATLAS_SYMBOLS = {
-    "reads outside": "✗ reads outside",
-    "foreign values": "✗ wrong",
-    "other pool's values": "✗ wrong",
-    "wrong otherwise": "✗ wrong",
-    "crash": "✗ dies",
-    "refuses to compile": "✗ refuses",
-}
+#: Layouts that stand in the front page's table; the lookup has them all.
+FRONT_LAYOUTS = (
+    "shared_k_first",
+    "shared_v_first",
+    "separate",
+    "one_tensor",
+    "interleaved_slot",
+    "sliced_in_graph",
+)
 
 
-def outcome_table() -> dict[str, Any]:
-    """The small table of outcomes: from the atlas where it has a release, else from verdicts."""
-    from omni_kv.experiments.atlas.records import records as atlas_records
-
-    table = outcomes.outcome_table()
-    for record in atlas_records() if table else ():
-        cells = record.by_key()
-        for layout, calls in table["rows"].items():
-            for call, told in zip(ATLAS_CALLS, calls, strict=True):
-                cell = cells.get(f"{ATLAS_LAYOUTS[layout]}/{call}/no_grad")
-                if cell is not None and record.release in told:
-                    right = "✓" if cell.in_place else "✓ copies"
-                    told[record.release] = ATLAS_SYMBOLS.get(cell.outcome, right)
-    return table
+def _atlas() -> dict[str, Any]:
+    """What the pages say of the atlas, from its records on a CPU."""
+    known = atlas_records()
+    return {
+        "calls": lookup.SHORT_CALLS.values(),
+        "table": lookup.outcome_table(known, FRONT_LAYOUTS),
+        "key": lookup.KEY,
+        "all_calls": CALLS.values(),
+        "newest": lookup.newest_table(known),
+        "releases": [record.release for record in known],
+        "always": [LAYOUTS[name] for name in lookup.always_in_place(known)],
+        "rows": lookup.rows(known),
+        "layouts": LAYOUTS,
+        "call_names": CALLS,
+        "caches": CACHES,
+        "modes": MODES,
+    }
 
 
 def _statements(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:

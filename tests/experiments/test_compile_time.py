@@ -1,0 +1,129 @@
+"""Compile times are paired within a round, and ratios are computed from what is there."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from omni_kv.evidence.cells import Timing
+from omni_kv.evidence.compile_times import compile_ratios, paired_ratio, ratio_lines, sample_name
+from omni_kv.evidence.records import Provenance, Record, read
+from omni_kv.experiments.gpu import compile_time
+from omni_kv.experiments.gpu.plan import Plan
+from omni_kv.experiments.gpu.record import record
+from omni_kv.model.geometry import preset
+from omni_kv.sandbox.process import run_isolated
+
+HERE = Provenance(
+    device="CPU", platform="Linux", python="3.11", torch="9.9.0", date="2026-01-01",
+    revision="abc", command="omni-kv record",
+)  # fmt: skip
+
+
+def plan(pairs: int) -> Plan:
+    return Plan(preset("tiny"), "cpu", ("sdpa",), pairs=pairs)
+
+
+def test_the_interval_leaves_out_what_ranks_alone_allow():
+    ratio = paired_ratio([(2.0, 2.0 * r) for r in (1.3, 1.0, 1.1, 0.9, 1.2)])
+    assert (ratio.median, ratio.low, ratio.high) == (1.1, 0.9, 1.3)
+    assert ratio.coverage == pytest.approx(1 - 2 / 2**5)
+    # The table of the sign test: of ten, the second to the ninth; of twenty, the sixth to the 15th.
+    ten = paired_ratio([(1.0, float(i)) for i in range(1, 11)])
+    twenty = paired_ratio([(1.0, float(i)) for i in range(1, 21)])
+    assert (ten.low, ten.high, round(ten.coverage, 4)) == (2, 9, 0.9785)
+    assert (twenty.low, twenty.high, round(twenty.coverage, 4)) == (6, 15, 0.9586)
+    assert paired_ratio([(1.0, 1.0)]).coverage == 0
+    with pytest.raises(ValueError, match="no pair"):
+        paired_ratio([])
+
+
+def test_a_sample_is_paired_with_its_own_round_only():
+    def cell(number: int, variant: str, seconds: float) -> Timing:
+        name = sample_name("1 layer, shared", number, variant)
+        return Timing(name=name, seconds=[seconds], cpu_seconds=[1.0])
+
+    cells = [
+        cell(0, "without", 1.0), cell(1, "fix", 300.0), cell(2, "fix", 11.0),
+        cell(2, "without", 10.0), cell(0, "fix", 1.2),
+    ]  # fmt: skip
+    taken = Record(experiment="x", provenance=HERE, parameters={}, units=[], cells=cells)
+    (ratio,) = compile_ratios(taken).values()
+    assert ratio.pairs == 2
+    assert ratio.median == pytest.approx(1.15)
+    assert compile_ratios(taken, "cpu_seconds")["1 layer, shared", "fix"].median == 1
+    assert len(ratio_lines(taken)) == 1
+
+
+def test_every_round_takes_each_variant_of_each_graph_once_and_begins_with_another():
+    units = [unit.name for unit in compile_time.compile_time_units(plan(3))]
+    names = compile_time.variants()
+    rounds = [
+        [sample_name(graph, number, name) for graph in compile_time.GRAPHS for name in names]
+        for number in range(3)
+    ]
+    size = len(rounds[0])
+    assert [sorted(units[i : i + size]) for i in range(0, 3 * size, size)] == [
+        sorted(names) for names in rounds
+    ]
+    first = [units[i].rpartition(": ")[2] for i in range(0, 3 * size, size)]
+    assert first == names[:3]
+
+
+def test_more_pairs_go_on_from_those_that_an_interrupted_recording_left(monkeypatch, tmp_path):
+    ran = itertools.count()
+
+    def in_child(plan, graph, variant):
+        if next(ran) > 10:
+            raise RuntimeError("the machine was taken away")
+        return (1.0, 1.0) if variant == "without" else (1.5, 2.0)
+
+    monkeypatch.setattr(compile_time, "_in_child", in_child)
+    monkeypatch.setattr(compile_time, "_WARM", set())
+    record(plan(1), HERE, tmp_path, ["compile-time"], lambda line: None)
+    before = read(tmp_path / "compile-time.partial.json").units
+    assert len(before) == 10  # and one to warm up
+    ran = itertools.count(-1000)
+    said: list[str] = []
+    record(plan(2), HERE, tmp_path, ["compile-time"], said.append)
+    units = read(tmp_path / "compile-time.json").units
+    assert units[:10] == before
+    assert len(units) == 2 * len(compile_time.GRAPHS) * len(compile_time.variants())
+    ratios = [line for line in said if "2 pairs" in line]
+    assert len(ratios) == len(compile_time.GRAPHS) * (len(compile_time.variants()) - 1)
+    assert all(": 1.500 " in line and "time 2.000 " in line for line in ratios)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("variant", "expected"), [("control", []), ("a-fix", ["a-fix"])])
+def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, expected):
+    now: list[str] = []
+    seen: list[list[str]] = []
+
+    @contextmanager
+    def installed(name):
+        now.append(name)
+        yield
+        now.remove(name)
+
+    def compiled(fn):
+        return lambda *inputs: (seen.append(list(now)), fn(*inputs))
+
+    monkeypatch.setattr(compile_time, "installed", installed)
+    monkeypatch.setattr(torch, "compile", compiled)
+    threads = torch.get_num_threads()
+    compile_time.compile_seconds(preset("tiny"), "cpu", "sdpa", layers, "shared", variant)
+    torch.set_num_threads(threads)
+    assert seen == [expected]
+
+
+@pytest.mark.compiles
+def test_a_child_tells_how_long_it_compiled():
+    arguments = (preset("tiny"), "cpu", "sdpa", 1, "shared", "overlap-check")
+    child = run_isolated(compile_time.compile_seconds, *arguments)
+    seconds, processor = child.unwrap()
+    assert 0 < seconds < child.seconds
+    assert processor > 0
