@@ -8,9 +8,7 @@ extent on the generated kernel's index, what it says of an outcome on a run; nev
 from __future__ import annotations
 
 import functools
-import os
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.compare import compare
-from omni_kv.audits.errors import cause_line
+from omni_kv.audits.errors import cause_line, raised_here
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
 from omni_kv.audits.modes import Modes
@@ -33,9 +31,6 @@ from omni_kv.lens.traffic import traffic_of
 
 #: Copies of fewer bytes a call are no findings: a counter, a flag, a row of scales.
 MIN_BYTES = 1024
-
-#: Part of the path of this package's own frames in a traceback.
-LENS = os.sep + os.path.join("omni_kv", "lens") + os.sep
 
 
 @dataclass
@@ -232,7 +227,7 @@ def _look(call: Call, dynamic: bool | None, until: Until, modes: Modes) -> Shape
         shapes.instrument = f"The instrument failed: {error}."
         return shapes
     except Exception as error:
-        if _raised_here(error):
+        if raised_here(error):
             shapes.instrument = _instrument(error)
         else:
             shapes.problem = _plain_problem(error)
@@ -285,16 +280,6 @@ def _rewritten(graph: GraphCapture) -> list[Rewritten]:
         and t.changed_bytes is not None
         and t.extra_bytes > 2 * t.changed_bytes
     ]
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, was raised by a line of this package's lens."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    frames = [traceback.extract_tb(cause.__traceback__) for cause in causes]
-    return any(stack and LENS in stack[-1].filename for stack in frames)
 
 
 def _instrument(error: BaseException) -> str:

@@ -23,11 +23,18 @@ import torch._inductor.config as inductor_config
 
 from omni_kv.audits.backend import Backend, Hold
 from omni_kv.audits.differences import bits_of, difference_of
-from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, hinted, out_of_memory
+from omni_kv.audits.errors import (
+    OUT_OF_MEMORY,
+    cause_line,
+    first_line,
+    hinted,
+    out_of_memory,
+    raised_here,
+)
 from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
-from omni_kv.audits.threads import Machine, repeated
+from omni_kv.audits.threads import CALLS, Machine, repeated, shared_out
 from omni_kv.lens.fresh import recompilable
 from omni_kv.sandbox.memory import map_region
 from omni_kv.sandbox.process import graph_caches_off, run_forked
@@ -115,6 +122,8 @@ def _do(job: Job) -> list[Comparison]:
             with contextlib.suppress(Hold):
                 compiled(*args, **kwargs)
         except Exception as error:
+            if raised_here(error):
+                raise
             failed = call.not_compiled(error)
             left = [label for label in job.labels[len(comparisons) :] if label]
             return comparisons + [failed.model_copy(update={"label": name}) for name in left]
@@ -194,7 +203,7 @@ class _Call:
         """Compile again for the caller's machine, and call on equal inputs, a fork each."""
         backend, compiled = again()
         try:
-            with machine.compiling(), contextlib.suppress(Hold):
+            with machine.compiling() as codes, contextlib.suppress(Hold):
                 compiled(*self.args, **self.kwargs)
         except Exception as error:
             how = f"it does not compile for {machine}: {cause_line(error)}"
@@ -202,7 +211,7 @@ class _Call:
         backend.memory = ORDINARY
 
         judged = partial(self._judged, ORDINARY, compiled, expected, machine.threads)
-        return repeated(machine, lambda: judged()[0])
+        return repeated(machine, lambda: judged()[0], CALLS if shared_out(codes) else 1)
 
     def _judged(
         self, memory: Memory, compiled: Callable[..., Any], expected: Seen, threads: int = 1

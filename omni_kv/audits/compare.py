@@ -36,6 +36,7 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     found: dict[int, list[Comparison]] = {}
     parcels: dict[int, Parcel] = {}
     to_fork: list[int] = []
+    threads: dict[int, bool] = {}
     on_gpu: list[int] = []
     cuda = torch.cuda.is_initialized()
     for number, job in enumerate(jobs):
@@ -51,6 +52,8 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
                 parcels[number] = parcel_of(job)
             except Exception as error:
                 if not cuda:
+                    # The pool of threads does not come along into a fork, and is waited for there.
+                    threads[number], job.machine = job.machine is not None, None
                     to_fork.append(number)
                     continue
                 how = f"the call cannot be sent to a child process ({cause_line(error)}), and a "
@@ -67,7 +70,15 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     forks = [Fork(partial(run_in_fork, [jobs[n] for n in hand])) for hand in hands]
     for hand, fork in zip(hands, forks, strict=True):
         found |= _filed(hand, jobs, fork.wait(timeout))
+    for number, left_out in threads.items():
+        if left_out:
+            first = found[number][0]
+            first.note = "; ".join(filter(None, [first.note, NO_THREADS]))
     return [comparison for number in sorted(found) for comparison in found[number]]
+
+
+#: What is said of a callable that had to be run in a fork of a process with threads.
+NO_THREADS = "several threads were not looked at: the callable cannot be sent to a child process"
 
 
 def _dealt(numbers: Iterable[int], workers: int) -> list[list[int]]:

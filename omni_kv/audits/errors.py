@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import traceback
+
 from omni_kv.audits.jobs import OWN_MODULE
 
 #: How torch, Python and the kernel say that there is no more memory.
 _NO_MEMORY = ("SIGKILL", "MemoryError", "OutOfMemoryError", "t allocate memory", "annot allocate")
 OUT_OF_MEMORY = "out of memory"
+#: Part of the path of the instruments' own frames in a traceback.
+_OWN = re.compile(r"[/\\]omni_kv[/\\](lens|audits|sandbox)[/\\]")
 
 
 def out_of_memory(how: str) -> bool:
@@ -36,3 +41,13 @@ def first_line(text: str) -> str:
 def hinted(how: str) -> str:
     """What an error says, with advice where a custom op is not known in a child process."""
     return f"{how}. {OWN_MODULE}" if "_OpNamespace" in how else how
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, was raised by a line of the instruments."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    frames = [traceback.extract_tb(cause.__traceback__) for cause in causes]
+    return any(stack and _OWN.search(stack[-1].filename) for stack in frames)

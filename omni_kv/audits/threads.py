@@ -8,10 +8,13 @@ it still read is right in one order and wrong in another.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -37,17 +40,49 @@ class Machine:
         return text + (" and vector code" if self.vector else "")
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Have Inductor generate code for this machine; no instruction set is probed."""
+    def compiling(self) -> Iterator[list[str]]:
+        """Have Inductor generate code for this machine; no instruction set is probed.
+
+        Yields:
+            The code that is generated meanwhile.
+        """
         # Inductor keeps the list of instruction sets that the first compilation made.
         forget = getattr(pytorch.VECTOR_SETS.get(), "cache_clear", lambda: None)
         forget()
         try:
             changes = {"cpp.threads": self.threads, "cpp.vec_isa_ok": self.vector}
-            with inductor_config.patch(changes):
-                yield
+            with inductor_config.patch(changes), _code_kept() as codes:
+                yield codes
         finally:
             forget()
+
+
+@contextlib.contextmanager
+def _code_kept() -> Iterator[list[str]]:
+    """Keep the code that Inductor generates."""
+    codes: list[str] = []
+    if not pytorch.SAVE_CODE.present:
+        yield codes
+        return
+    name, _, attribute = pytorch.SAVE_CODE.name.partition(".")
+    owner: Any = getattr(importlib.import_module(pytorch.SAVE_CODE.module), name)
+    before, hook = inspect.getattr_static(owner, attribute), getattr(owner, attribute)
+
+    def keep(code: str) -> None:
+        codes.append(code)
+        if hook is not None:
+            hook(code)
+
+    setattr(owner, attribute, staticmethod(keep))
+    try:
+        yield codes
+    finally:
+        setattr(owner, attribute, before)
+
+
+def shared_out(codes: list[str]) -> bool:
+    """Whether generated code shares a loop out among threads; True if it could not be read."""
+    return not codes or any("#pragma omp" in code for code in codes)
 
 
 def callers_machine(threads: int | None = None) -> Machine:
@@ -65,16 +100,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def repeated(machine: Machine, call: Callable[[], Run]) -> Run:
+def repeated(machine: Machine, call: Callable[[], Run], most: int = CALLS) -> Run:
     """Call on equal inputs until enough is seen, and say in how many of the calls it was wrong.
 
     Args:
         machine: what the calls run on.
         call: one call, each from the same state.
+        most: how often to call; what no threads share is the same in each call.
     """
     runs: list[Run] = []
     start = time.monotonic()
-    while len(runs) < CALLS and (len(runs) < 2 or time.monotonic() - start < SECONDS):
+    while len(runs) < most and (len(runs) < 2 or time.monotonic() - start < SECONDS):
         runs.append(call())
     memory = f"{ORDINARY}, {machine}"
     order: tuple[Result, ...] = ("crashed", "differs", "killed", "raised")
