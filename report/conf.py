@@ -25,7 +25,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_static_path = ["static"]
-html_css_files = ["report.css"]
+html_css_files = ["report.css", "recorded.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

@@ -258,9 +258,9 @@ def call_op(key_pool: torch.Tensor, value_pool: torch.Tensor, inputs: Any) -> to
 def _measure(p: Placement, device: str) -> Measurement:
     counts_from, extent = clone_of(*pools_in(p, 0, device)[:2], inputs_for(p, device))
     prediction = predict(p, counts_from or "storage start")
-    run = partial(_explained_in, p, counts_from or "storage start", device)
+    run = partial(_explained_in, p, prediction.outside, counts_from or "storage start", device)
     if device == "cpu":
-        _compiled_with_room(p, device)  # forks have it from here
+        _compiled_with_room(p, prediction.outside, device)  # forks have it from here
     step = 1 if device == "cpu" else max(1, ALIGNED // p.itemsize)
     at = run_apart(partial(run, prediction.outside), device)
     earlier = (
@@ -280,19 +280,20 @@ def _measure(p: Placement, device: str) -> Measurement:
 
 
 @lru_cache(maxsize=1)
-def _compiled_with_room(p: Placement, device: str) -> Callable[..., Any]:
-    """The op, compiled and run once where there is room enough on both sides."""
+def _compiled_with_room(p: Placement, outside: int, device: str) -> Callable[..., Any]:
+    """The op, compiled and run once with room on both sides, and aligned as in the run to come."""
     compiled = compiled_afresh(call_op)
-    compiled(*pools_in(p, 4 * p.storage_numel, device)[:2], inputs_for(p, device))
+    room = outside + ALIGNED * p.storage_numel
+    compiled(*pools_in(p, room, device)[:2], inputs_for(p, device))
     return compiled
 
 
 def _explained_in(
-    p: Placement, counts_from: CountsFrom, device: str, mapped: int
+    p: Placement, outside: int, counts_from: CountsFrom, device: str, mapped: int
 ) -> tuple[int, int]:
     """Run the compiled op with so many mapped elements around it, and explain what it did."""
     with torch.no_grad():
-        compiled = _compiled_with_room(p, device)
+        compiled = _compiled_with_room(p, outside, device)
         key, value, region = pools_in(p, mapped, device)
         memory = torch.cat([region.tensor, region.after])
         compiled(key, value, inputs_for(p, device))

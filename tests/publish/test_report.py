@@ -25,7 +25,7 @@ from omni_kv.publish.parameters import Refused
 from omni_kv.publish.site import pdf as report_pdf
 from omni_kv.publish.site.build import PDF_NAME, build_report, stage
 from omni_kv.publish.site.front_page import FRONT_LAYOUTS
-from omni_kv.publish.site.pages import run_of
+from omni_kv.publish.site.pages import for_site, run_of
 from omni_kv.publish.site.pdf import BROWSER_VARIABLE, QUIET, find_chromium
 
 if TYPE_CHECKING:
@@ -397,3 +397,27 @@ def test_staging_takes_whatever_notebooks_are_given(tmp_path: Path) -> None:
     stage(given, tmp_path / "source")
     text = (tmp_path / "source" / "index.md").read_text()
     assert text.index("notebooks/07_x") < text.index("notebooks/12_x")
+
+
+@pytest.mark.parametrize(
+    ("device", "preset", "marked"),
+    [("cpu", "full", True), ("cuda", "full", False), ("cpu", "tiny", False)],
+)
+def test_only_what_was_read_from_a_record_is_marked_so(
+    tmp_path: Path, device: str, preset: str, marked: bool
+) -> None:
+    code = nbformat.v4.new_code_cell
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell("# A sample"),
+        code(f"device = {device!r}\npreset = {preset!r}", metadata={"tags": ["parameters"]}),
+        code("measured", metadata={"tags": ["recorded-without-gpu"]}),
+        code("always", metadata={"tags": ["recorded"]}),
+    ]
+    path = tmp_path / f"{SAMPLE}.ipynb"
+    nbformat.write(nb, path)
+    for_site(path, run_of(path), tmp_path / "site.ipynb")
+    cells = nbformat.read(tmp_path / "site.ipynb", as_version=4).cells
+    tags = {cell.source: cell.metadata.get("tags") for cell in cells}
+    assert tags["measured"] == (["recorded"] if marked else [])
+    assert tags["always"] == ["recorded"]

@@ -11,7 +11,7 @@ from omni_kv.evidence.records import Record
 from omni_kv.evidence.tables import parts_table, spread, steady
 from omni_kv.model.geometry import Geometry
 from omni_kv.publish.figures.pools import CLONE, GREEN, LIGHT, PINK, SKY
-from omni_kv.publish.figures.svg import STYLE, use_in_notebooks
+from omni_kv.publish.figures.svg import RECORDED, STYLE, use_in_notebooks
 
 use_in_notebooks()
 
@@ -143,4 +143,4 @@ def _memory_title(runs: list[RolloutRun]) -> str:
 
 
 def _label(fig: Figure, record: Record) -> None:
-    fig.text(0.995, -0.01, record.provenance.label, ha="right", va="top", size=7, color="0.4")
+    fig.text(0.995, -0.01, record.provenance.label, ha="right", va="top", size=7, color=RECORDED)

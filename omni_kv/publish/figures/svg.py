@@ -14,6 +14,9 @@ from matplotlib.figure import Figure
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 
+#: The colour of what comes from a record, as in the site's ``recorded.css``.
+RECORDED = "#b45f06"
+
 
 def describe(fig: Figure, text: str) -> Figure:
     """Give a figure its alternative text, where title, axes and legend do not say enough."""

@@ -17,6 +17,7 @@ from omni_kv.evidence import claims, outcomes, records, verdicts
 from omni_kv.experiments.atlas import lookup
 from omni_kv.experiments.atlas.cells import CACHES, CALLS, LAYOUTS, MODES
 from omni_kv.experiments.atlas.records import records as atlas_records
+from omni_kv.publish.notebooks import notebooks_dir
 from omni_kv.publish.site.pages import Run
 
 #: Prose pages that come before the notebooks, and after them; the order on paper, too.
@@ -59,6 +60,11 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
     from omni_kv.publish.figures.site import what_the_clone_reads
     from omni_kv.publish.figures.svg import alt_text
 
+    def to(number: str, text: str, heading: str = "") -> str:
+        """A link to a notebook's heading, or the text alone if that notebook was not executed."""
+        stem = next((run.stem for run in runs if run.stem.startswith(f"{number}_")), None)
+        return f"[{text}](notebooks/{stem}.ipynb{heading and '#' + heading})" if stem else text
+
     def see(*numbers: str) -> str:
         """Links to the notebooks of these numbers, as far as they were executed."""
         chosen = [run for run in runs if run.stem.split("_")[0] in numbers]
@@ -69,6 +75,8 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
     return {
         "paged": paged,
         "see": see,
+        "to": to,
+        "one_tensor": one_tensor(),
         "runs": runs,
         "first": FIRST,
         "last": LAST,
@@ -84,6 +92,16 @@ def context(runs: Sequence[Run], paged: bool) -> dict[str, Any]:
         "torch": verdicts.torch_release(),
         "python": platform.python_version(),
     }
+
+
+def one_tensor() -> str:
+    """The op before and after, as notebook 05 runs it: the code that it keeps under that id."""
+    import nbformat
+
+    (path,) = notebooks_dir().glob("05_*.ipynb")
+    (cell,) = [c for c in nbformat.read(path, as_version=4).cells if c.id == "one-tensor"]
+    code, _, _ = cell.source.partition("\n\n\ndef ")
+    return str(code)
 
 
 #: Layouts that stand in the front page's table; the lookup has them all.

@@ -108,10 +108,26 @@ def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None
     nb = strip(nbformat.read(path, as_version=4))
     for cell in nb.cells:
         _texts_of_pictures(cell)
+        _settle_tags(cell, run)
     at = next((i for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"), -1) + 1
     # An id of its own would differ in every build.
-    nb.cells.insert(at, nbformat.v4.new_markdown_cell(_box(run, download=not paged), id="this-run"))
+    recorded = any("recorded" in cell.metadata.get("tags", []) for cell in nb.cells)
+    box = _box(run, recorded, download=not paged)
+    nb.cells.insert(at, nbformat.v4.new_markdown_cell(box, id="this-run"))
     nbformat.write(nb, target)
+
+
+def _settle_tags(cell: nbformat.NotebookNode, run: Run) -> None:
+    """Make ``recorded-without-gpu`` into ``recorded``, or drop it where the run measured itself.
+
+    Notebooks 06 and 07 do so on a GPU, and with the preset ``tiny``. A tag becomes a class of HTML,
+    which the site shows (``recorded.css``).
+    """
+    tags = cell.metadata.get("tags", [])
+    if "recorded-without-gpu" in tags:
+        tags.remove("recorded-without-gpu")
+        device, preset = (str(run.parameters.get(name, "")) for name in ("device", "preset"))
+        tags += ["recorded"] if device == "cpu" and preset != "tiny" else []
 
 
 def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
@@ -124,17 +140,20 @@ def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
             cell.metadata["mystnb"] = {"image": {"alt": " ".join(text.split())}}
 
 
-def _box(run: Run, download: bool) -> str:
+def _box(run: Run, recorded: bool, download: bool) -> str:
     parameters = ", ".join(f"`{name} = {value!r}`" for name, value in run.parameters.items())
     lines = [
         ":::{admonition} This run",
-        ":class: this-run",
+        ":class: this-run no-glossary",
         f"torch {importlib.metadata.version('torch')}, on {run.device}"
         + (f", {run.date}" if run.date else "")
         + (f", in {run.seconds:.0f} s" if run.seconds else "")
         + ".",
         f"Parameters: {parameters}." if parameters else "No parameters.",
         _verdicts(run),
+        "Behind a rule headed *recorded* stands what a record says; all else ran for this page."
+        if recorded
+        else "",
         f"{{download}}`The executed notebook <{run.stem}.ipynb>`." if download else "",
         ":::",
     ]
