@@ -41,7 +41,7 @@ from omni_kv.experiments.gpu.compile_time import compile_time_units
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
 from omni_kv.experiments.gpu.plan import Plan, Unit
-from omni_kv.experiments.gpu.pytorch_tests import compare_tests, test_files
+from omni_kv.experiments.gpu.pytorch_tests import pytorch_tests_units
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
 from omni_kv.model.attention import BackendError, choose_backend
@@ -75,9 +75,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         for repeat in range(REPEATS)
         for label in guarded_cases(plan.device)
     ]
-    found["pytorch-tests"] = [
-        Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
-    ]
+    found["pytorch-tests"] = pytorch_tests_units(plan)
     if plan.device != "cpu":
         found["sanitizer"] = [Unit("memcheck", functools.partial(_sanitizer, plan))]
     found["step"] = [
@@ -318,10 +316,6 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
-
-
-def _pytorch_tests(path: Path) -> list[Strict]:
-    return [compare_tests(path, "overlap_check")]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:
