@@ -7,7 +7,12 @@ import sys
 import pytest
 
 from omni_kv.experiments.gpu.plan import Plan
-from omni_kv.experiments.gpu.pytorch_tests import _readable, compare_tests, pytorch_tests_units
+from omni_kv.experiments.gpu.pytorch_tests import (
+    _readable,
+    compare_tests,
+    pytorch_tests_units,
+)
+from omni_kv.experiments.gpu.pytorch_tests import test_files as files_of_folder
 from omni_kv.model.geometry import preset
 
 FILE = """
@@ -88,6 +93,13 @@ def test_each_file_of_the_folder_is_a_unit_and_without_a_folder_there_is_none(
     (tmp_path / "helper.py").touch()
     monkeypatch.setenv("OMNI_KV_PYTORCH_TESTS", str(tmp_path))
     assert [unit.name for unit in pytorch_tests_units(plan)] == ["test_one.py"]
+
+
+def test_a_folder_named_from_where_one_stands_is_found_from_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "test_one.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMNI_KV_PYTORCH_TESTS", ".")
+    assert files_of_folder() == {"test_one.py": tmp_path / "test_one.py"}
 
 
 def test_a_reason_is_one_line_without_paths():

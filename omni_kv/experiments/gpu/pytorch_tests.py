@@ -34,8 +34,9 @@ TIMEOUT = {"cuda": 480.0, "cpu": 5400.0}
 
 def test_files() -> dict[str, Path]:
     """The test files in the folder that the environment names, by name; none without it."""
-    folder = os.environ.get(TESTS_VARIABLE)
-    return {path.name: path for path in sorted(Path(folder).glob("test_*.py"))} if folder else {}
+    named = os.environ.get(TESTS_VARIABLE)
+    found = sorted(Path(named).resolve().glob("test_*.py")) if named else []
+    return {path.name: path for path in found}
 
 
 def pytorch_tests_units(plan: Plan) -> list[Unit]:
