@@ -184,15 +184,18 @@ class Clones(Strict):
 
 
 class TestCounts(Strict):
-    """How one file of PyTorch's own tests ended, with and without a candidate fix.
+    """How one file of PyTorch's own tests ended, with and without candidate fixes.
 
     Attributes:
         name: of the file.
         sha256: first digits of the digest of the file that was run.
-        fix: name of the fix.
-        without: how many tests ended how, without the fix.
-        with_fix: the same with it.
-        changed: tests that ended otherwise with the fix: name, then how without and with it.
+        tag: of the release whose file it is, as whoever ran it said.
+        fixes: names of the fixes, which were in place together.
+        without: how many tests ended how, without a fix.
+        with_fix: the same with them.
+        changed: tests that ended otherwise with the fixes: name, then how without and with them.
+        reasons: outcome and message of tests that did not pass without a fix, and how many.
+        unloaded: why the file could not be loaded; None if it was.
     """
 
     __test__ = False  # no test itself
@@ -200,10 +203,13 @@ class TestCounts(Strict):
     kind: Literal["tests"] = "tests"
     name: str
     sha256: str
-    fix: str
+    tag: str | None = None
+    fixes: list[str]
     without: dict[str, int]
     with_fix: dict[str, int]
     changed: dict[str, tuple[str, str]] = {}
+    reasons: dict[str, int] = {}
+    unloaded: str | None = None
 
 
 class SanitizerRun(Strict):

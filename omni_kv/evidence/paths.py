@@ -16,7 +16,7 @@ class InstalledFiles(ValueError):
 
 
 def project_dir() -> Path:
-    """The folder that holds ``notebooks``, ``data``, ``report`` and ``docs``."""
+    """The folder that holds ``notebooks``, ``data``, ``report``, ``docs`` and ``upstream``."""
     root = PACKAGE.parent
     checkout = (root / "pyproject.toml").is_file() and (root / "notebooks").is_dir()
     return root if checkout else SHARE

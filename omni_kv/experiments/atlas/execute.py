@@ -127,11 +127,20 @@ def run_live(keys: Sequence[str], workers: int = 2) -> list[CellResult]:
         keys: their keys.
         workers: how many children.
     """
-    cells = [cell_of(key) for key in keys]
+    return run_chosen([cell_of(key) for key in keys], workers)
+
+
+def run_chosen(cells: Sequence[Cell], workers: int = 2) -> list[CellResult]:
+    """Run cells, dealt out to child processes, and return results in order.
+
+    Args:
+        cells: what to run, all on one device.
+        workers: how many children.
+    """
     hands = [cells[first::workers] for first in range(workers) if cells[first::workers]]
     with ThreadPoolExecutor(workers) as pool:
-        found = {result.cell: result for hand in pool.map(run_cells, hands) for result in hand}
-    return [found[key] for key in keys]
+        done = [iter(hand) for hand in pool.map(run_cells, hands)]
+    return [next(done[number % workers]) for number in range(len(cells))]
 
 
 def _record(

@@ -115,6 +115,12 @@ def records(kind: str = "cpu", folder: Path | None = None) -> list[AtlasRecord]:
     return sorted((r for r in found if not r.fixes), key=lambda r: by_number(r.release))
 
 
+def fixed_records(release: str, kind: str = "cpu", folder: Path | None = None) -> list[AtlasRecord]:
+    """The whole records of one release that were made with fixes in place, by their fixes."""
+    paths = sorted((folder or atlas_dir()).glob(f"torch-{release}-{kind}-fix-*.json"))
+    return [read(path) for path in paths if path.stem.count(".") == release.count(".")]
+
+
 def by_number(release: str) -> list[int]:
     """A release as numbers, to sort by."""
     return [int(part) if part.isdigit() else -1 for part in release.split(".")]

@@ -41,7 +41,7 @@ from omni_kv.experiments.gpu.compile_time import compile_time_units
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
 from omni_kv.experiments.gpu.plan import Plan, Unit
-from omni_kv.experiments.gpu.pytorch_tests import compare_tests, test_files
+from omni_kv.experiments.gpu.pytorch_tests import pytorch_tests_units
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
 from omni_kv.model.attention import BackendError, choose_backend
@@ -86,9 +86,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         for repeat in range(REPEATS)
         for label in guarded_cases(plan.device)
     ]
-    found["pytorch-tests"] = [
-        Unit(name, functools.partial(_pytorch_tests, path)) for name, path in test_files().items()
-    ]
+    found["pytorch-tests"] = pytorch_tests_units(plan)
     if plan.device != "cpu":
         found["audit"] = [
             Unit(name, functools.partial(_audit, name), alone=True) for name in AUDITED
@@ -338,10 +336,6 @@ def _audit(name: str) -> list[Strict]:
     from omni_kv.experiments.gpu.audited import audit_run
 
     return [audit_run(name)]
-
-
-def _pytorch_tests(path: Path) -> list[Strict]:
-    return [compare_tests(path, "overlap_check")]
 
 
 def _stale_cache(plan: Plan) -> list[Strict]:
