@@ -9,7 +9,15 @@ from omni_kv.cli import main
 from omni_kv.experiments.atlas import execute, run
 from omni_kv.experiments.atlas.cells import Cell, CellResult, all_cells
 from omni_kv.experiments.atlas.effect import effects, turned
-from omni_kv.experiments.atlas.records import AtlasError, AtlasRecord, merge, read, records, write
+from omni_kv.experiments.atlas.records import (
+    AtlasError,
+    AtlasRecord,
+    fixed_records,
+    merge,
+    read,
+    records,
+    write,
+)
 from omni_kv.upstream import fixes
 
 PROVENANCE = {
@@ -125,6 +133,20 @@ def test_a_record_with_fixes_is_not_found_among_those_without(stub, tmp_path):
         assert record.fixes == expected
         assert {c.detail for c in record.cells} == {" ".join(expected or [])}
     assert records(folder=tmp_path) == [read(plain)]
+
+
+def test_records_with_fixes_are_found_by_release_and_device(stub, tmp_path):
+    write(record_of(result(), fix="x"), tmp_path / "torch-9.9.0-cpu-fix-x.json")
+    write(record_of(result(), fix="x", kind="cuda"), tmp_path / "torch-9.9.0-cuda-fix-x.json")
+    write(record_of(result()), tmp_path / "torch-9.9.0-cpu.json")
+    assert [r.kind for r in fixed_records("9.9.0", folder=tmp_path)] == ["cpu"]
+    assert fixed_records("9.9.1", folder=tmp_path) == []
+
+
+def test_chosen_cells_come_back_in_order_also_one_with_and_without_a_fix(stub):
+    cells = [Cell("separate"), Cell("separate", fixes=("one",)), Cell("list", fixes=("two",))]
+    found = [(r.cell.split("/")[0], r.detail) for r in execute.run_chosen(cells)]
+    assert found == [("separate", ""), ("separate", "one"), ("list", "two")]
 
 
 def test_a_record_with_fixes_under_the_name_of_one_without_is_left_out(tmp_path):
