@@ -141,7 +141,7 @@ def isolated_layers(
     """
     if all(case.device == "cpu" for case in cases):
         fork = partial(_fork_for_each, keep_graphs=keep_graphs)
-        return run_dealt(fork, cases, workers=1 if keep_graphs else 2, timeout=600)
+        return run_dealt(fork, cases, workers=1 if keep_graphs else 2)
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as cache:
         options = {"cache_dir": cache} if keep_graphs else {}
         return [isolated_layer(case, **options) for case in cases]

@@ -293,12 +293,14 @@ def run_dealt(
         fn: takes a list of items, and returns one result for each.
         items: what to deal out.
         workers: how many children.
-        options: passed on to ``run_isolated``: ``timeout``, ``env``, ``cache_dir``.
+        options: passed on to ``run_isolated``: ``timeout`` (600 s by default), ``env``,
+            ``cache_dir``.
 
     Raises:
         RuntimeError: if a child did not return; the message holds its output.
     """
     hands = [list(items[first::workers]) for first in range(workers)]
+    options.setdefault("timeout", 600.0)  # for a whole hand, on a machine that may be busy
     children = run_all([partial(run_isolated, fn, hand, **options) for hand in hands if hand])
     done = [iter(child.unwrap()) for child in children]
     return [next(done[number % workers]) for number in range(len(items))]

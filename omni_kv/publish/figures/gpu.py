@@ -130,16 +130,15 @@ def _parts_title(parts: pd.DataFrame) -> str:
 
 
 def _memory_title(runs: list[RolloutRun]) -> str:
-    def least(mode: str, layout: str) -> int:
-        peaks = [run.peak_bytes for run in runs if (run.mode, run.layout) == (mode, layout)]
-        return min(peaks, default=0)
-
-    separate, shared = least("compiled", "separate"), least("compiled", "shared")
-    if shared:
-        more = (shared - separate) / 2**30
-        return f"Shared halves take {more:.1f} GiB more at the peak"
-    saved = (least("eager", "separate") - separate) / 2**30
-    return f"Compiled over separate pools takes {saved:.1f} GiB less than eager"
+    peaks = {(run.backend, run.mode, run.layout): run.peak_bytes / 2**30 for run in runs}
+    more = [
+        peak - peaks[backend, "compiled", "separate"]
+        for (backend, mode, layout), peak in peaks.items()
+        if (mode, layout) == ("compiled", "shared") and (backend, mode, "separate") in peaks
+    ]
+    if more:
+        return f"Compiled, shared halves take at least {min(more):.1f} GiB more at the peak"
+    return "Peak memory of each rollout"
 
 
 def _label(fig: Figure, record: Record) -> None:
