@@ -58,26 +58,23 @@ def test_a_sample_is_paired_with_its_own_round_only():
     assert len(ratio_lines(taken)) == 1
 
 
-def test_every_round_takes_each_variant_of_each_graph_once_and_begins_with_another():
-    units = [unit.name for unit in compile_time.compile_time_units(plan(3))]
-    names = compile_time.variants()
-    rounds = [
-        [sample_name(graph, number, name) for graph in compile_time.GRAPHS for name in names]
-        for number in range(3)
-    ]
-    size = len(rounds[0])
-    assert [sorted(units[i : i + size]) for i in range(0, 3 * size, size)] == [
-        sorted(names) for names in rounds
-    ]
-    first = [units[i].rpartition(": ")[2] for i in range(0, 3 * size, size)]
-    assert first == names[:3]
+def test_every_round_takes_each_variant_once_and_begins_with_another():
+    units = [unit.name for unit in compile_time.compile_time_units(plan(8))]
+    names = compile_time.VARIANTS
+    for graph, (_, _, every) in compile_time.GRAPHS.items():
+        own = [unit for unit in units if unit.startswith(graph)]
+        rounds = range(0, 8, every)
+        expected = [sample_name(graph, number, name) for number in rounds for name in names]
+        assert sorted(own) == sorted(expected)
+        first = [own[i].rpartition(": ")[2] for i in range(0, len(own), len(names))]
+        assert len(set(first)) == min(len(names), len(rounds))
 
 
 def test_more_pairs_go_on_from_those_that_an_interrupted_recording_left(monkeypatch, tmp_path):
     ran = itertools.count()
 
     def in_child(plan, graph, variant):
-        if next(ran) > 10:
+        if next(ran) > 5:
             raise RuntimeError("the machine was taken away")
         return (1.0, 1.0) if variant == "without" else (1.5, 2.0)
 
@@ -85,20 +82,20 @@ def test_more_pairs_go_on_from_those_that_an_interrupted_recording_left(monkeypa
     monkeypatch.setattr(compile_time, "_WARM", set())
     record(plan(1), HERE, tmp_path, ["compile-time"], lambda line: None)
     before = read(tmp_path / "compile-time.partial.json").units
-    assert len(before) == 10  # and one to warm up
+    assert len(before) == 5  # and one to warm up
     ran = itertools.count(-1000)
     said: list[str] = []
     record(plan(2), HERE, tmp_path, ["compile-time"], said.append)
     units = read(tmp_path / "compile-time.json").units
-    assert units[:10] == before
-    assert len(units) == 2 * len(compile_time.GRAPHS) * len(compile_time.variants())
-    ratios = [line for line in said if "2 pairs" in line]
-    assert len(ratios) == len(compile_time.GRAPHS) * (len(compile_time.variants()) - 1)
+    assert units[:5] == before
+    assert len(units) == len(compile_time.compile_time_units(plan(2)))
+    ratios = [line for line in said if " pairs" in line]
+    assert len(ratios) == len(compile_time.GRAPHS) * (len(compile_time.VARIANTS) - 1)
     assert all(": 1.500 " in line and "time 2.000 " in line for line in ratios)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize(("variant", "expected"), [("control", []), ("a-fix", ["a-fix"])])
+@pytest.mark.parametrize(("variant", "expected"), [("control", []), ("every fix", ["a", "b"])])
 def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, expected):
     now: list[str] = []
     seen: list[list[str]] = []
@@ -113,6 +110,7 @@ def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, 
         return lambda *inputs: (seen.append(list(now)), fn(*inputs))
 
     monkeypatch.setattr(compile_time, "installed", installed)
+    monkeypatch.setattr(compile_time, "fitting", lambda: ["a", "b"])
     monkeypatch.setattr(torch, "compile", compiled)
     threads = torch.get_num_threads()
     compile_time.compile_seconds(preset("tiny"), "cpu", "sdpa", layers, "shared", variant)
@@ -122,7 +120,7 @@ def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, 
 
 @pytest.mark.compiles
 def test_a_child_tells_how_long_it_compiled():
-    arguments = (preset("tiny"), "cpu", "sdpa", 1, "shared", "overlap-check")
+    arguments = (preset("tiny"), "cpu", "sdpa", 1, "shared", "every fix")
     child = run_isolated(compile_time.compile_seconds, *arguments)
     seconds, processor = child.unwrap()
     assert 0 < seconds < child.seconds

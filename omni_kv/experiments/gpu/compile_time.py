@@ -1,4 +1,6 @@
-"""How long compiling takes with each candidate fix of the compiler, and without.
+"""How long compiling takes with the candidate fixes of the compiler, and without.
+
+All fixes that fit the installed torch are in place together: what all cost bounds what one costs.
 
 Every sample is a child process of its own with empty caches. A round takes one sample of each
 variant; a pair is what two variants took in one round. ``evidence.compile_times`` computes ratios.
@@ -11,6 +13,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -29,40 +32,37 @@ from omni_kv.upstream.fixes import FIXES
 from omni_kv.upstream.install import fixed_sources
 
 MANY = 40
-#: What is compiled: layers in one graph, and how the pools lie.
-GRAPHS: dict[str, tuple[int, Layout]] = {
-    f"{count} layer{'s' * (count > 1)}, {layout}": (count, layout)
-    for count in (1, MANY)
-    for layout in ("separate", "shared")
+#: What is compiled: layers in one graph, how the pools lie, and one round in how many.
+GRAPHS: dict[str, tuple[int, Layout, int]] = {
+    "1 layer, separate": (1, "separate", 1),
+    "1 layer, shared": (1, "shared", 1),
+    # Over halves the model's graph does not run without a fix on every release.
+    f"{MANY} layers, separate": (MANY, "separate", 4),
 }
+#: The variant with every fix.
+WITH = "every fix"
 #: A child compiles on one core; as many leave each a core with its cache.
 _LANES = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
 
-def variants() -> list[str]:
-    """No fix, no fix again, and every fix that fits the installed torch."""
-    fits = []
-    for name in FIXES:
-        with contextlib.suppress(RuntimeError):
-            fixed_sources(name)
-            fits.append(name)
-    return [WITHOUT, CONTROL, *fits]
+VARIANTS = (WITHOUT, CONTROL, WITH)
 
 
 def compile_time_units(plan: Plan) -> list[Unit]:
     """One unit a sample, round after round; each round begins with another variant."""
-    names = variants()
-    return [
-        Unit(sample, functools.partial(_sample, plan, graph, variant, sample))
-        for number in range(plan.pairs)
-        for graph in GRAPHS
-        for variant in (names[(number + i) % len(names)] for i in range(len(names)))
-        for sample in [sample_name(graph, number, variant)]
-    ]
+    names = deque(VARIANTS)
+    units = []
+    for number in range(plan.pairs):
+        for graph, (_, _, every) in GRAPHS.items():
+            for variant in names if number % every == 0 else ():
+                name = sample_name(graph, number, variant)
+                units.append(Unit(name, functools.partial(_sample, plan, graph, variant, name)))
+        names.rotate()
+    return units
 
 
 def compile_seconds(
-    geometry: Geometry, device: str, backend: str, layers: int, layout: Layout, fix: str
+    geometry: Geometry, device: str, backend: str, layers: int, layout: Layout, variant: str
 ) -> tuple[float, float]:
     """Compile layers of the model as one graph and run them once; for a child process.
 
@@ -72,7 +72,7 @@ def compile_seconds(
         backend: attention backend.
         layers: how many make up the graph. One stands alone, several are the model.
         layout: how K and V lie.
-        fix: name of the fix that is in place, ``without`` or ``control`` for none.
+        variant: one of ``VARIANTS``.
 
     Returns:
         Seconds by the clock, and of processor time, from the call of the compiled function to its
@@ -80,8 +80,9 @@ def compile_seconds(
     """
     torch.set_num_threads(1)
     g = for_backend(geometry, backend).replace(num_layers=layers)
-    none = fix in (WITHOUT, CONTROL)
-    with torch.no_grad(), contextlib.nullcontext() if none else installed(fix):
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for name in fitting() if variant == WITH else ():
+            stack.enter_context(installed(name))
         pools = _pools(g, layout, device)
         if layers == 1:
             block, arguments = layer_call(g, device=device, backend=backend)
@@ -104,6 +105,16 @@ def _pools(geometry: Geometry, layout: Layout, device: str) -> Pools:
     return Pools(layout, pools.values, pools.keys)
 
 
+def fitting() -> list[str]:
+    """The fixes that fit the installed torch."""
+    fits = []
+    for name in FIXES:
+        with contextlib.suppress(RuntimeError):
+            fixed_sources(name)
+            fits.append(name)
+    return fits
+
+
 @contextlib.contextmanager
 def _clock() -> Iterator[list[float]]:
     """Fills the list with the seconds that the block takes, by the clock and of the processor."""
@@ -122,7 +133,7 @@ def _sample(plan: Plan, graph: str, variant: str, name: str) -> list[Strict]:
 
 
 def _in_child(plan: Plan, graph: str, variant: str) -> tuple[float, float]:
-    arguments = (plan.geometry, plan.device, plan.backends[-1], *GRAPHS[graph], variant)
+    arguments = (plan.geometry, plan.device, plan.backends[-1], *GRAPHS[graph][:2], variant)
     return run_isolated(compile_seconds, *arguments, timeout=540.0).unwrap()
 
 
