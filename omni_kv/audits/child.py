@@ -30,6 +30,7 @@ from omni_kv.audits.errors import (
     hinted,
     out_of_memory,
     raised_here,
+    surroundings,
 )
 from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
@@ -85,7 +86,8 @@ def _guarded(labels: tuple[str, ...], get: Callable[[], Job]) -> list[Comparison
         traceback.print_exc()
         how = f"{type(error).__name__}: {error}"
         result: Result = "killed" if out_of_memory(how) else "raised"
-        how = OUT_OF_MEMORY if result == "killed" else hinted(cause_line(error))
+        plain = surroundings(how) or hinted(cause_line(error))
+        how = OUT_OF_MEMORY if result == "killed" else plain
         return [Comparison(label=name, result=result, how=how) for name in labels]
 
 
@@ -149,10 +151,13 @@ class _Call:
 
     def not_compiled(self, error: Exception) -> Comparison:
         """What to say of a call that does not compile: it matters whether eager works."""
+        text = f"{type(error).__name__}: {error}"
+        if around := surroundings(text):
+            return Comparison(label="", result="raised", how=around)
         self._look()
         how = hinted(cause_line(error))
         status, expected = self._eagerly()
-        if out_of_memory(f"{type(error).__name__}: {error}"):
+        if out_of_memory(text):
             return Comparison(label="", result="killed", how=OUT_OF_MEMORY)
         if expected is None:
             return Comparison(label="", result="raised", how=f"eager raises, too: {status}")

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.child import run_in_fork, run_jobs
-from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory
+from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory, surroundings
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
 from omni_kv.sandbox.process import Fork, Outcome, run_all, run_isolated
@@ -119,4 +119,5 @@ def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:
         return "killed", f"{OUT_OF_MEMORY} (the child process, {outcome.describe()})"
     if outcome.status == "killed":
         return "raised", f"the child process was killed by {outcome.signal} while compiling"
-    return "raised", first_line(outcome.error or "")
+    error = outcome.error or ""
+    return "raised", surroundings(error) or first_line(error)
