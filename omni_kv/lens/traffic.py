@@ -163,7 +163,9 @@ class _Written:
                 return False
             elif not is_view(node):
                 return False
-            self.first, node = node, node.args[0]
+            if isinstance(node.meta.get("val"), torch.Tensor):  # not the list that unbind gives
+                self.first = node
+            node = node.args[0]
         return True
 
     def _scatter(self, node: fx.Node) -> None:
@@ -173,14 +175,27 @@ class _Written:
         inner = _Written(self.graph, self.target)
         reached = isinstance(base, fx.Node) and inner.follow(source, base)
         # What is read elsewhere in the base, and written here, moves.
-        if reached and inner.first is not None and inner.first.args[1:] == node.args[2:]:
+        if reached and inner.first is not None and self._same_place(inner.first, node):
             self._add(inner.elements)
         elif isinstance(source, fx.Node):
             self._add(self.graph.number(source.meta["val"].numel()))
 
+    def _same_place(self, view: fx.Node, scatter: fx.Node) -> bool:
+        """Whether a view of a tensor is the part of it that a scatter writes."""
+        base, _, *rest = (a.meta["val"] if isinstance(a, fx.Node) else a for a in scatter.args)
+        kind = target_name(scatter.target).split(".")[1].removesuffix("_scatter")
+        part, seen = getattr(torch.ops.aten, kind)(base, *rest), view.meta["val"]
+        numbers = ([self.graph.number(n) for n in _layout(t)] for t in (part, seen))
+        return next(numbers) == next(numbers)
+
     def _add(self, count: int | None) -> None:
         known = count is not None and self.elements is not None
         self.elements = self.elements + count if known else None  # type: ignore[operator]
+
+
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    sizes = [n for pair in zip(tensor.shape, tensor.stride(), strict=True) for n in pair]
+    return [tensor.dim(), tensor.storage_offset(), *sizes]
 
 
 def _indexed(graph: GraphCapture, node: fx.Node) -> int | None:

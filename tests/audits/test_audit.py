@@ -404,6 +404,29 @@ def test_what_cannot_be_audited_gets_a_plain_sentence(name, sentence) -> None:
     assert "Traceback" not in str(report)
 
 
+def test_small_copies_are_counted_and_left_quiet() -> None:
+    fn, args = cases.make_old_value_needed()
+    pool = 4 * cases.SLOTS * cases.HEADS * cases.HEAD_DIM
+    with torch.no_grad():
+        loud, quiet = (
+            audit(fn, args, run=False, dynamic=False, min_bytes=least) for least in (pool, pool + 1)
+        )
+    assert loud.verdict == "findings" and loud.left_quiet == 0
+    assert quiet.verdict == "clean" and quiet.left_quiet == 1
+    assert "or is small" in quiet.sentence and f"less than {pool + 1:,} bytes: 1" in quiet.sentence
+    fn, args = cases.make_shared()
+    with torch.no_grad():
+        outside = audit(fn, args, run=False, dynamic=False, min_bytes=1 << 30)
+    reads = outside.reads_outside or any(a.misled for a in outside.clones)
+    assert (outside.verdict == "findings") == reads, "what is wrong is never small"
+
+
+def test_the_command_refuses_a_number_of_bytes_that_is_none() -> None:
+    result = CliRunner().invoke(main, ["audit", "audit_cases:make_shared", "--min-bytes", "few"])
+    assert result.exit_code == 2
+    assert "--min-bytes" in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_reports_say_the_same_as_text_html_and_json(reports) -> None:
     report = reports["shared"]
     again = AuditReport.model_validate_json(report.model_dump_json())
