@@ -28,7 +28,7 @@ class Backend:
         self.inputs: dict[str, torch.Tensor] = {}
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph; what is returned holds the call, or makes it over laid memory."""
+        """Compile a graph; what comes back holds its first calls, see ``memory``."""
         from torch._inductor.compile_fx import compile_fx
 
         nodes = gm.graph.find_nodes(op="placeholder")

@@ -136,7 +136,7 @@ class _Written:
         elements: what the writes change, so far; None once that is not known.
         through_views: whether a write goes through a view.
         by_op: whether a custom op or a Triton kernel writes.
-        first: the first node of the way from ``until``, once that is reached.
+        first: the first tensor on the way from ``until``, once that is reached.
     """
 
     def __init__(self, graph: GraphCapture, target: fx.Node) -> None:

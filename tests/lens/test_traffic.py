@@ -39,6 +39,13 @@ def both_halves(kv, k, v, slots):
     return k * 2
 
 
+def both_parts(kv, k, v, slots):
+    keys, values = kv.split(SLOTS)
+    keys[slots] = k
+    values[slots] = v
+    return k * 2
+
+
 def one_half(kv, k, v, slots):
     kv[0, slots] = k
     return k * 2
@@ -78,8 +85,10 @@ def test_a_single_write_moves_what_it_changes_and_no_more(write, dynamic) -> Non
     assert found.writes_bytes == found.changed_bytes == TOKEN_BYTES
 
 
-def test_writes_into_both_halves_of_one_tensor_rewrite_it_in_full() -> None:
-    found = only(both_halves, *tensors())
+@pytest.mark.parametrize(("write", "slots"), [(both_halves, (2, SLOTS)), (both_parts, (-1,))])
+def test_writes_into_both_halves_of_one_tensor_rewrite_it_in_full(write, slots) -> None:
+    kv, *others = tensors()
+    found = only(write, kv.reshape(*slots, 4, 8).clone(), *others)
     assert found.cause == "scatter chain through views"
     assert found.changed_bytes == 2 * TOKEN_BYTES
     assert found.writes_bytes >= 2 * POOL

@@ -144,18 +144,20 @@ class EngineLayer(Projections):
 class SlicedInside(EngineLayer):
     """The op takes the pool."""
 
-    def write_and_attend(  # noqa: D102
+    def write_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, window: Tensor
     ) -> Tensor:
+        """Write k and v, and attend."""
         return torch.ops.omni_kv_wild.write_attend_pool(q, k, v, pool, slots, window)
 
 
 class SlicedInGraph(EngineLayer):
     """The compiled code slices the pool, the op takes the halves."""
 
-    def write_and_attend(  # noqa: D102
+    def write_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, window: Tensor
     ) -> Tensor:
+        """Write k and v, and attend."""
         keys, values = pool.unbind(0)
         return torch.ops.omni_kv_wild.write_attend(q, k, v, keys, values, slots, window)
 
@@ -163,9 +165,10 @@ class SlicedInGraph(EngineLayer):
 class WrittenInGraph(EngineLayer):
     """The compiled code slices the pool and writes with PyTorch's own ops."""
 
-    def write_and_attend(  # noqa: D102
+    def write_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, window: Tensor
     ) -> Tensor:
+        """Write k and v, and attend."""
         keys, values = pool.unbind(0)
         keys[slots] = k
         values[slots] = v
