@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.compare import compare
-from omni_kv.audits.errors import cause_line, raised_here
+from omni_kv.audits.errors import cause_line, raised_here, surroundings
 from omni_kv.audits.findings import aliases_of, ops_of
 from omni_kv.audits.jobs import Job, jobs_for
 from omni_kv.audits.modes import Modes
@@ -195,7 +195,12 @@ def _run(
         f"comparing compiled with eager, {len(largest)} at a time: "
         f"about {sum(largest) / 2**20:,.0f} MiB beside the processes themselves"
     )
-    comparisons = iter(compare([job for _, job in jobs], workers))
+    try:
+        made_of_jobs = compare([job for _, job in jobs], workers)
+    except OSError as error:
+        how = surroundings(str(error)) or cause_line(error)
+        made_of_jobs = [c for _, job in jobs for c in job.untested("raised", how)]
+    comparisons = iter(made_of_jobs)
     for report, job in jobs:
         report.comparisons += [next(comparisons) for label in job.labels if label]
     for report in reports:

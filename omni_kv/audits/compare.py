@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from omni_kv.audits.child import run_in_fork, run_jobs
-from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory
+from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory, surroundings
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
 from omni_kv.sandbox.process import Fork, Outcome, run_all, run_isolated
@@ -67,9 +69,13 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
         found |= _filed(hand, jobs, outcome)
     hands = _dealt(to_fork, workers)
-    forks = [Fork(partial(run_in_fork, [jobs[n] for n in hand])) for hand in hands]
-    for hand, fork in zip(hands, forks, strict=True):
-        found |= _filed(hand, jobs, fork.wait(timeout))
+    with tempfile.TemporaryDirectory(prefix="omni-kv-", ignore_cleanup_errors=True) as folder:
+        forks = [
+            Fork(partial(run_in_fork, [jobs[n] for n in hand], Path(folder, str(hand[0]))))
+            for hand in hands
+        ]
+        for hand, fork in zip(hands, forks, strict=True):
+            found |= _filed(hand, jobs, fork.wait(timeout))
     for number, left_out in threads.items():
         if left_out:
             first = found[number][0]
@@ -119,4 +125,5 @@ def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:
         return "killed", f"{OUT_OF_MEMORY} (the child process, {outcome.describe()})"
     if outcome.status == "killed":
         return "raised", f"the child process was killed by {outcome.signal} while compiling"
-    return "raised", first_line(outcome.error or "")
+    error = outcome.error or ""
+    return "raised", surroundings(error) or first_line(error)

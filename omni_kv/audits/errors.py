@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import tempfile
 import traceback
 
 from omni_kv.audits.jobs import OWN_MODULE
@@ -20,6 +23,32 @@ def out_of_memory(how: str) -> bool:
     A wrong read never ends so.
     """
     return any(sign in how for sign in _NO_MEMORY)
+
+
+_FOLDER = "the folder for temporary files"
+_ELSEWHERE = "; set TMPDIR to another"
+#: Faults of the surroundings, by what the error says.
+_SURROUNDINGS = {
+    "failed to map segment": f"{_FOLDER} does not let programs run (noexec){_ELSEWHERE}",
+    "No space left on device": f"{_FOLDER} is full{_ELSEWHERE}",
+    "Read-only file system": f"{_FOLDER} cannot be written{_ELSEWHERE}",
+    "InvalidCxxCompiler": "there is no C++ compiler that works",
+}
+
+
+def surroundings(text: str) -> str | None:
+    """What is wrong around the callable, where an error says so; None if nothing is.
+
+    Args:
+        text: type and message of an error; empty where not even that could be written.
+    """
+    if not text.strip() and shutil.disk_usage(tempfile.gettempdir()).free < 1 << 20:
+        return _SURROUNDINGS["No space left on device"]
+    # Inductor's commands take a path apart at its spaces.
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if "CppCompileError" in text and " " in cache:
+        return f"the path of {_FOLDER} has a space, with which nothing compiles{_ELSEWHERE}"
+    return next((told for sign, told in _SURROUNDINGS.items() if sign in text), None)
 
 
 def cause_line(error: BaseException) -> str:

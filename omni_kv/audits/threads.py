@@ -118,6 +118,6 @@ def repeated(machine: Machine, call: Callable[[], Run], most: int = CALLS) -> Ru
     bad = [run for run in runs if run.result == worst]
     if worst == "same":
         return Run(memory=memory, result="same")
-    how = f"{worst} in {len(bad)} of {len(runs)} calls with {machine}"
+    how = f"in {len(bad)} of {len(runs)} calls with {machine}"
     how += f": {bad[0].how}" if bad[0].how else ""
     return Run(memory=memory, result=worst, how=how, differences=bad[0].differences)

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -50,13 +51,18 @@ __all__ = ["Capture", "Until", "capture", "original"]
 Until = Literal["graph", "code"]
 
 
+#: A line of the caller's in PyTorch's message about a graph break.
+_USER_LINE = re.compile(r'File "(.*)", line (\d+), in')
+
+
 @dataclass
 class Capture:
     """The outcome of one compilation.
 
     Attributes:
         graphs: one entry a graph; several only if the callable breaks the graph.
-        graph_break: PyTorch's first sentence on why the graph breaks; None if it is whole.
+        graph_break: PyTorch's first sentence on why the graph breaks, and the line of the caller's
+            where it does; None if it is whole.
         seconds: wall-clock time of the compilation.
         missing: private names that this torch lacks, and stages that could not be read, with why;
             empty where the lens saw everything.
@@ -119,6 +125,8 @@ def capture(
             if recorder.graphs:
                 raise
             graph_break = str(error).strip().splitlines()[0]
+            places = _USER_LINE.findall(str(error).partition("from user code")[2])
+            graph_break += f" at {places[-1][0]}:{places[-1][1]}" if places else ""
             wrapped = _compile(fn, recorder, dynamic, False, args, kwargs)
     missing = pytorch.missing() + recorder.unread
     return Capture(recorder.graphs, graph_break, time.perf_counter() - start, missing, wrapped)

@@ -136,7 +136,7 @@ class _Written:
         elements: what the writes change, so far; None once that is not known.
         through_views: whether a write goes through a view.
         by_op: whether a custom op or a Triton kernel writes.
-        way: the nodes that were gone through, the last one first.
+        first: the first tensor on the way from ``until``, once that is reached.
     """
 
     def __init__(self, graph: GraphCapture, target: fx.Node) -> None:
@@ -145,7 +145,7 @@ class _Written:
         self.elements: int | None = 0
         self.through_views = False
         self.by_op = False
-        self.way: list[fx.Node] = []
+        self.first: fx.Node | None = None
 
     def follow(self, node: Any, until: fx.Node) -> bool:
         """Go back from ``node``; whether ``until`` is reached through writes and views alone."""
@@ -163,7 +163,8 @@ class _Written:
                 return False
             elif not is_view(node):
                 return False
-            self.way.append(node)
+            if isinstance(node.meta.get("val"), torch.Tensor):  # not the list that unbind gives
+                self.first = node
             node = node.args[0]
         return True
 
@@ -174,31 +175,27 @@ class _Written:
         inner = _Written(self.graph, self.target)
         reached = isinstance(base, fx.Node) and inner.follow(source, base)
         # What is read elsewhere in the base, and written here, moves.
-        if reached and inner.way and _place(inner.way) == node.args[2:]:
+        if reached and inner.first is not None and self._same_place(inner.first, node):
             self._add(inner.elements)
         elif isinstance(source, fx.Node):
             self._add(self.graph.number(source.meta["val"].numel()))
+
+    def _same_place(self, view: fx.Node, scatter: fx.Node) -> bool:
+        """Whether a view of a tensor is the part of it that a scatter writes."""
+        base, _, *rest = (a.meta["val"] if isinstance(a, fx.Node) else a for a in scatter.args)
+        kind = target_name(scatter.target).split(".")[1].removesuffix("_scatter")
+        part, seen = getattr(torch.ops.aten, kind)(base, *rest), view.meta["val"]
+        numbers = ([self.graph.number(n) for n in _layout(t)] for t in (part, seen))
+        return next(numbers) == next(numbers)
 
     def _add(self, count: int | None) -> None:
         known = count is not None and self.elements is not None
         self.elements = self.elements + count if known else None  # type: ignore[operator]
 
 
-def _place(way: list[fx.Node]) -> tuple[Any, ...]:
-    """Where the first view of a way lies, in the words of the scatter that writes it back."""
-    view = way[-1]
-    if len(way) < 2 or target_name(way[-2].target) != "getitem":
-        return view.args[1:]
-    part: Any = way[-2].args[1]
-    kind = target_name(view.target).split(".")[1]
-    if kind == "unbind":
-        return (view.args[1] if len(view.args) > 1 else 0, part)
-    sizes: Any = view.args[1]
-    if isinstance(sizes, list):
-        begin, size = sum(sizes[:part]), sizes[part]
-    else:
-        begin, size = part * sizes, sizes
-    return (view.args[2] if len(view.args) > 2 else 0, begin, begin + size)
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    sizes = [n for pair in zip(tensor.shape, tensor.stride(), strict=True) for n in pair]
+    return [tensor.dim(), tensor.storage_offset(), *sizes]
 
 
 def _indexed(graph: GraphCapture, node: fx.Node) -> int | None:

@@ -7,6 +7,7 @@ says itself, such as where the kernel reads.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -59,6 +60,8 @@ RESIZED = ("shared", "separate", "one_tensor", "in_graph", "interleaved")
 SOUND = [
     name for name, cloned in CLONED.items() if not cloned and name not in ("in_graph", "functional")
 ]
+#: The line of ``graph_break`` that breaks the graph.
+BREAKS_AT = cases.graph_break.__code__.co_firstlineno + 2
 BUILT_IN = ("differs", "peeks_behind", "peeks_in_front", "eager_raises")
 OTHERS = ("interleaved_without_base",)
 
@@ -386,7 +389,7 @@ def test_an_eager_call_that_raises_where_compiled_returns_is_a_finding(reports) 
         ("does_not_compile", "does not compile"),
         ("no_graph", "makes no graph"),
         ("needs_a_gpu", "needs a GPU"),
-        ("graph_break", "breaks the graph"),
+        ("graph_break", f"breaks the graph.*audit_cases.py:{BREAKS_AT}"),
     ],
 )
 def test_what_cannot_be_audited_gets_a_plain_sentence(name, sentence) -> None:
@@ -396,9 +399,32 @@ def test_what_cannot_be_audited_gets_a_plain_sentence(name, sentence) -> None:
     with torch.no_grad():
         report = audit(fn, args, run=False)
     assert report.verdict == "could not run"
-    assert sentence in report.sentence
+    assert re.search(sentence, report.sentence)
     assert "\n" not in report.sentence
     assert "Traceback" not in str(report)
+
+
+def test_small_copies_are_counted_and_left_quiet() -> None:
+    fn, args = cases.make_old_value_needed()
+    pool = 4 * cases.SLOTS * cases.HEADS * cases.HEAD_DIM
+    with torch.no_grad():
+        loud, quiet = (
+            audit(fn, args, run=False, dynamic=False, min_bytes=least) for least in (pool, pool + 1)
+        )
+    assert loud.verdict == "findings" and loud.left_quiet == 0
+    assert quiet.verdict == "clean" and quiet.left_quiet == 1
+    assert "or is small" in quiet.sentence and f"less than {pool + 1:,} bytes: 1" in quiet.sentence
+    fn, args = cases.make_shared()
+    with torch.no_grad():
+        outside = audit(fn, args, run=False, dynamic=False, min_bytes=1 << 30)
+    reads = outside.reads_outside or any(a.misled for a in outside.clones)
+    assert (outside.verdict == "findings") == reads, "what is wrong is never small"
+
+
+def test_the_command_refuses_a_number_of_bytes_that_is_none() -> None:
+    result = CliRunner().invoke(main, ["audit", "audit_cases:make_shared", "--min-bytes", "few"])
+    assert result.exit_code == 2
+    assert "--min-bytes" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_reports_say_the_same_as_text_html_and_json(reports) -> None:

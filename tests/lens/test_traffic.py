@@ -119,6 +119,31 @@ def test_a_value_that_is_computed_anew_is_written_once_and_nothing_is_extra() ->
     assert found.extra_bytes == 0
 
 
+def slides(pool, k, slots):
+    pool[:-1] = pool[1:].clone()
+    return k * 2
+
+
+def rolled(pool, k, slots):
+    pool.copy_(pool.roll(1, 0))
+    return k * 2
+
+
+def test_rows_that_move_within_a_tensor_are_changed_though_their_values_come_from_it() -> None:
+    kv, k, _, slots = tensors()
+    found = only(slides, kv[0].clone(), k, slots)
+    assert found.changed_bytes == POOL - ROW * 4
+    assert found.extra_bytes <= 2 * found.changed_bytes
+
+
+def test_a_value_read_elsewhere_in_the_tensor_is_a_copy_back_and_no_clone() -> None:
+    kv, k, _, slots = tensors()
+    found = only(rolled, kv[0].clone(), k, slots)
+    assert found.cause == "copy back of a computed value"
+    assert found.changed_bytes == POOL
+    assert found.writes_bytes == 2 * POOL
+
+
 def test_of_a_custom_op_the_clone_and_the_copy_back_are_counted() -> None:
     def of(make):
         fn, args = make()
