@@ -52,7 +52,8 @@ quick: env ## The tests that neither compile nor start a process, for while you 
 	    -m "not compiles" $(ARGS) tests
 
 fuzz: env ## The audit against plain torch.compile over random programs [FIRST=0 COUNT=50]
-	PATH="$(BIN):$$PATH" TORCHINDUCTOR_VEC_ISA_OK=0 "$(BIN)/python" tests/fuzz/fuzz.py \
+	PATH="$(BIN):$$PATH" TORCHINDUCTOR_VEC_ISA_OK=0 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	    OPENBLAS_NUM_THREADS=1 "$(BIN)/python" tests/fuzz/fuzz.py \
 	    --first $(FIRST) --count $(COUNT)
 
 lab: env ## Open the notebooks in JupyterLab

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
 from omni_kv.audits.threads import CALLS, Machine, repeated, shared_out
 from omni_kv.lens.fresh import recompilable
 from omni_kv.sandbox.memory import map_region
-from omni_kv.sandbox.process import graph_caches_off, run_forked
+from omni_kv.sandbox.process import graph_caches_off, run_forked, share_precompiled_headers
 from omni_kv.sandbox.relocate import MEMORIES, ORDINARY, Memory
 
 T = TypeVar("T")
@@ -55,22 +55,25 @@ def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
     return done
 
 
-def run_in_fork(jobs: list[Job]) -> list[list[Comparison]]:
+def run_in_fork(jobs: list[Job], folder: Path) -> list[list[Comparison]]:
     """The same in a fork of the caller's process, where nothing need be sent.
 
     Scalar loops, one thread and a cache of its own, as a child process has from its environment.
+
+    Args:
+        jobs: what to do.
+        folder: for temporary files; whoever forks removes it, since a fork may be killed.
     """
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="omni-kv-cache-")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    try:
-        with Machine(1, False).compiling(), inductor_config.patch(compile_threads=1):
-            return [
-                _guarded(tuple(label for label in job.labels if label), partial(_itself, job))
-                for job in jobs
-            ]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    share_precompiled_headers(folder)
+    tempfile.tempdir = str(folder)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    with Machine(1, False).compiling(), inductor_config.patch(compile_threads=1):
+        return [
+            _guarded(tuple(label for label in job.labels if label), partial(_itself, job))
+            for job in jobs
+        ]
 
 
 def _itself(job: Job) -> Job:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,9 +69,13 @@ def compare(jobs: Sequence[Job], workers: int = 2, timeout: float = 600.0) -> li
     for hand, outcome in zip(hands, run_all(calls, workers), strict=True):
         found |= _filed(hand, jobs, outcome)
     hands = _dealt(to_fork, workers)
-    forks = [Fork(partial(run_in_fork, [jobs[n] for n in hand])) for hand in hands]
-    for hand, fork in zip(hands, forks, strict=True):
-        found |= _filed(hand, jobs, fork.wait(timeout))
+    with tempfile.TemporaryDirectory(prefix="omni-kv-", ignore_cleanup_errors=True) as folder:
+        forks = [
+            Fork(partial(run_in_fork, [jobs[n] for n in hand], Path(folder, str(hand[0]))))
+            for hand in hands
+        ]
+        for hand, fork in zip(hands, forks, strict=True):
+            found |= _filed(hand, jobs, fork.wait(timeout))
     for number, left_out in threads.items():
         if left_out:
             first = found[number][0]

@@ -131,7 +131,7 @@ def run_isolated(
         _dump((fn, args, kwargs), folder / "call")
         cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
         (folder / "tmp").mkdir()
-        _share_precompiled_headers(folder / "tmp")
+        share_precompiled_headers(folder / "tmp")
         child_env = _environment(folder, cache) | dict(env or {})
         start = time.monotonic()
         with (folder / "output").open("wb") as output:
@@ -352,7 +352,7 @@ def _load(path: Path) -> Any:
     return torch.load(path, weights_only=False)
 
 
-def _share_precompiled_headers(tmp: Path) -> None:
+def share_precompiled_headers(tmp: Path) -> None:
     """Let Inductor find its precompiled C++ headers, which all children share.
 
     Inductor keeps them beside its *default* cache, in the folder for temporary files, which for a
