@@ -130,7 +130,7 @@ def _argument(
             argument.advice = (argument.advice or "do not compile it") + _OUTSIDE_ADVICE
     _compare_view(graph, argument, call, tensor)
     if argument.misled and argument.advice is None:
-        argument.advice = _SEPARATE + "; compile with static shapes until then"
+        argument.advice = _SEPARATE + "; until then static shapes, if they are clean"
     return argument
 
 

@@ -31,7 +31,6 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG
-
 Status = Literal["returned", "raised", "killed", "timed out"]
 
 #: Settings that every child starts with; ``env=`` overrides them. Scalar C++ loops

@@ -56,6 +56,19 @@ def test_a_reproduction_ends_with_its_fix_as_its_report_says(folder):
     hold(folder, fix["exit_code"], "-m", "omni_kv.upstream", fix["name"])
 
 
+@pytest.mark.compiles
+def test_without_a_clone_a_view_is_misplaced_as_the_report_says(tmp_path):
+    (folder,) = (folder for folder in FOLDERS if folder.name.startswith("02"))
+    _, _, text = (folder / "report.md").read_text().partition("### The same without a clone")
+    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "program.py").write_text(found[1])
+    done = run(str(tmp_path / "program.py"))
+    written = expected(folder)["written"].get(RELEASE)
+    if written is None:
+        pytest.skip(f"torch {RELEASE}: {done.stdout}, none is recorded")
+    assert f"written: {written}" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=by_name)
 def test_a_reproduction_is_short_and_needs_nothing_but_torch(folder):
     source = (folder / "repro.py").read_text()
