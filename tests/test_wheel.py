@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = root / "source"
     source.mkdir()
     ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "share")
-    for name in ("omni_kv", "notebooks", "data", "report", "docs"):
+    for name in ("omni_kv", "notebooks", "data", "report", "docs", "upstream"):
         shutil.copytree(CHECKOUT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)

@@ -9,6 +9,7 @@ import trust_cases as cases
 from omni_kv.audits import child
 from omni_kv.audits.audit import audit
 from omni_kv.audits.jobs import Parcel, jobs_for, parcel_of
+from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import Comparison
 from omni_kv.sandbox import cuda
 from omni_kv.sandbox.process import run_isolated
@@ -35,7 +36,7 @@ def add(pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def test_runs_without_forks_find_what_is_wrong_and_start_from_the_same_values() -> None:
     pool, x = torch.arange(8.0), torch.ones(8)
     calls = {"right": (add, (pool, x)), "wrong": (cases.in_a_dataclass, (x,))}
-    jobs = {name: jobs_for(*call, dynamic=(None,))[0] for name, call in calls.items()}
+    jobs = {name: jobs_for(*call, modes=Modes(dynamic=False))[0] for name, call in calls.items()}
     outcome = run_isolated(as_on_a_gpu, [parcel_of(job) for job in jobs.values()])
     (right,), (wrong,) = outcome.unwrap()
     # A second run that began where the first ended would have added twice.

@@ -98,10 +98,11 @@ def one_tensor() -> str:
     """The op before and after, as notebook 05 runs it: the code that it keeps under that id."""
     import nbformat
 
-    (path,) = notebooks_dir().glob("05_*.ipynb")
-    (cell,) = [c for c in nbformat.read(path, as_version=4).cells if c.id == "one-tensor"]
-    code, _, _ = cell.source.partition("\n\n\ndef ")
-    return str(code)
+    for path in notebooks_dir().glob("05_*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.id == "one-tensor":
+                return str(cell.source.partition("\n\n\ndef ")[0])
+    return ""
 
 
 #: Layouts that stand in the front page's table; the lookup has them all.
