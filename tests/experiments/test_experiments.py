@@ -52,6 +52,10 @@ def test_memory_that_a_device_has_not_is_refused():
 def test_children_of_their_own_can_share_a_compile_cache():
     """What a GPU needs, tried without one: ``cpu:0`` is the CPU, but not where forks are used."""
     shared = LayerCase(TINY, "shared", "neighbour", device="cpu:0")
-    separate = LayerCase(TINY, "separate", "neighbour", device="cpu:0")
-    _, stale = isolated_layers([shared, separate], keep_graphs=True)
-    assert not stale.unwrap().right  # with a cache of its own it is: the tests above
+    # What the first leaves in the cache reads behind a pool of its own, or, on newer releases,
+    # before it; with a cache of its own neither happens (the cases above, and notebook 02).
+    after = [
+        LayerCase(TINY, "separate", m, device="cpu:0") for m in ("guard after", "guard before")
+    ]
+    _, *stale = isolated_layers([shared, *after], keep_graphs=True)
+    assert [outcome.status for outcome in stale].count("killed") == 1
