@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
     """Do the jobs in turn, in a child process; one that fails leaves the others alone."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a process with a pool of threads must not fork
     done = []
     while parcels:
         # Gone from the list, so that its bytes do not lie beside the tensors made of them.

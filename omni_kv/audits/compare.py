@@ -93,8 +93,7 @@ def _dealt(numbers: Iterable[int], workers: int) -> list[list[int]]:
 
 
 def _sent(parcels: list[Parcel], timeout: float) -> Callable[[], Outcome[list[list[Comparison]]]]:
-    options: Any = {"timeout": timeout, "env": _CHILD_ENV}
-    return partial(run_isolated, run_jobs, parcels, **options)
+    return partial(run_isolated, run_jobs, parcels, timeout=timeout)
 
 
 def _filed(
@@ -112,10 +111,6 @@ def single_threaded() -> bool:
     """
     monitors = sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
     return len(os.listdir("/proc/self/task")) == 1 + monitors
-
-
-#: One thread, since a process with an OpenMP pool must not fork.
-_CHILD_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:

@@ -2,14 +2,14 @@
 
 A miscompiled kernel may crash, hang, poison a CUDA context or scribble over memory, and a compile
 cache left by one layout changes what the next one does. So every compile experiment runs here: a
-fresh interpreter, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit, and nothing left behind.
+process that has compiled nothing, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit, and nothing
+left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import getpass
 import os
 import re
 import resource
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
+
+from omni_kv.sandbox.server import server_for, share_precompiled_headers
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class Outcome(Generic[T]):
         value: what the function returned; None unless ``returned``.
         error: type and message of the exception; None unless ``raised``.
         signal: name of the signal, such as ``SIGSEGV``; None unless ``killed``.
-        seconds: wall-clock time of the child, interpreter start included.
+        seconds: wall-clock time of the child, its start included.
         stderr_tail: the last 4,000 characters that the child printed.
     """
 
@@ -106,7 +108,7 @@ def run_isolated(
     cache_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Outcome[T]:
-    """Call ``fn(*args, **kwargs)`` in a fresh interpreter and say what happened.
+    """Call ``fn(*args, **kwargs)`` in a process that has compiled nothing; say what happened.
 
     Function, arguments and result travel by cloudpickle, so closures and functions of a notebook
     work; tensors that share a storage still share it on the other side.
@@ -133,31 +135,47 @@ def run_isolated(
         share_precompiled_headers(folder / "tmp")
         child_env = _environment(folder, cache) | dict(env or {})
         start = time.monotonic()
-        with (folder / "output").open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "omni_kv.sandbox.process", str(folder), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=folder / "tmp",
-                env=child_env,
-                start_new_session=True,
-            )
-            timed_out = False
-            try:
-                child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-            finally:
-                # Also after a normal end: whatever the child started must not outlive it.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+        code = _run(folder, child_env, timeout)
         seconds = time.monotonic() - start
         tail = _tail(folder / "output")
-        return _outcome(folder, child.returncode, timed_out, seconds, tail)
+        return _outcome(folder, code, seconds, tail)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(folder: Path, env: Mapping[str, str], timeout: float) -> int | None:
+    """Run the call in the folder, in a fork of the fork server or in a fresh interpreter.
+
+    The server has imported torch: where what is sent speaks of neither torch nor this package, or
+    where the environment differs in what torch reads when it is imported, it is of no use.
+
+    Returns:
+        The exit code, negative for a signal; None if it was killed for its time.
+    """
+    call = (folder / "call").read_bytes()
+    server = server_for(env) if b"torch" in call or b"omni_kv" in call else None
+    if server is not None:
+        with contextlib.suppress(ConnectionError):
+            return server.run(folder, env, timeout)
+    with (folder / "output").open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "omni_kv.sandbox.process", str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=folder / "tmp",
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            return child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # Also after a normal end: whatever the child started must not outlive it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def _environment(folder: Path, cache: Path) -> dict[str, str]:
@@ -239,8 +257,8 @@ class Fork(Generic[T]):
             if status is None:
                 _, status = os.waitpid(self.pid, 0)
             seconds = time.monotonic() - self.start
-            code = os.waitstatus_to_exitcode(status)
-            return _outcome(self.folder, code, timed_out, seconds, _tail(self.folder / "output"))
+            code = None if timed_out else os.waitstatus_to_exitcode(status)
+            return _outcome(self.folder, code, seconds, _tail(self.folder / "output"))
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -305,13 +323,13 @@ def run_dealt(
     return [next(done[number % workers]) for number in range(len(items))]
 
 
-def _outcome(folder: Path, code: int, timed_out: bool, seconds: float, tail: str) -> Outcome[Any]:
+def _outcome(folder: Path, code: int | None, seconds: float, tail: str) -> Outcome[Any]:
     def outcome(
         status: Status, value: Any = None, error: str | None = None, killed_by: str | None = None
     ) -> Outcome[Any]:
         return Outcome(status, value, error, killed_by, seconds, tail)
 
-    if timed_out:
+    if code is None:
         return outcome("timed out")
     if code < 0:
         return outcome("killed", killed_by=signal.Signals(-code).name)
@@ -351,26 +369,6 @@ def _load(path: Path) -> Any:
     import torch
 
     return torch.load(path, weights_only=False)
-
-
-def share_precompiled_headers(tmp: Path) -> None:
-    """Let Inductor find its precompiled C++ headers, which all children share.
-
-    Inductor keeps them beside its *default* cache, in the folder for temporary files, which for a
-    child goes away with it; building them anew takes half of a child's time. They hold headers of
-    torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
-    no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
-    """
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        headers = home / "omni-kv" / "precompiled_headers"
-        headers.mkdir(parents=True, exist_ok=True)
-        default_cache = tmp / f"torchinductor_{getpass.getuser()}"
-        default_cache.mkdir()
-        (default_cache / "precompiled_headers").symlink_to(headers)
-    except (OSError, KeyError, RuntimeError):
-        # A home that cannot be written, or a user without an entry: the child is slower.
-        return
 
 
 def _child(folder: Path, parent: int) -> None:

@@ -15,6 +15,12 @@ from omni_kv.sandbox.process import run_all, run_dealt, run_isolated
 pytestmark = pytest.mark.compiles
 
 
+@pytest.fixture(autouse=True, scope="module")
+def server_that_runs():
+    """Its folder lies where temporary files lay when it was started, not in a test's."""
+    run_isolated(torch.ones, 1)
+
+
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path, monkeypatch):
     """Children leave nothing behind: neither files here nor processes of their session."""
@@ -192,3 +198,73 @@ def test_what_is_dealt_out_comes_back_in_order_and_a_death_is_told():
 def test_a_time_limit_must_be_positive():
     with pytest.raises(ValueError, match="positive"):
         run_isolated(lambda: None, timeout=0)
+
+
+def test_a_fork_of_the_server_is_what_a_fresh_interpreter_would_be():
+    """An environment that torch may have read at import asks for a fresh interpreter."""
+
+    def state():
+        import sys
+
+        from torch._dynamo.utils import counters
+        from torch._inductor import config
+
+        main = sys.modules["__main__"].__spec__.name
+        own = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FRESH")
+        env = {name: value for name, value in os.environ.items() if name not in own}
+        return main, [
+            env,
+            list(dict.fromkeys(path for path in sys.path if path != os.getcwd())),
+            os.path.basename(os.getcwd()),
+            os.getsid(0) == os.getpid(),
+            signal.getsignal(signal.SIGCHLD),
+            (torch.get_num_threads(), torch.is_grad_enabled()),
+            dict(counters),
+            config.save_config_portable(),
+        ]
+
+    (forked, of_forked), (fresh, of_fresh) = (
+        run_isolated(state, env=env).unwrap() for env in ({}, {"FRESH": "1"})
+    )
+    assert (forked, fresh) == ("omni_kv.sandbox.server", "omni_kv.sandbox.process")
+    assert of_forked == of_fresh
+
+
+def test_each_child_draws_other_random_numbers_as_interpreters_do():
+    drawn = [run_isolated(torch.initial_seed).unwrap() for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_what_one_child_does_to_itself_the_next_does_not_see():
+    def spoils():
+        from torch._inductor import config
+
+        os.environ["SPOILED"] = "1"
+        config.cpp.threads = 7
+        torch.set_default_dtype(torch.float64)
+
+    def seen():
+        from torch._inductor import config
+
+        return os.environ.get("SPOILED"), config.cpp.threads, torch.ones(1).dtype
+
+    before = run_isolated(seen).unwrap()
+    run_isolated(spoils).unwrap()
+    assert run_isolated(seen).unwrap() == before
+
+
+def test_the_server_ends_with_its_parent_and_leaves_no_folder(tmp_path):
+    program = (
+        "from omni_kv.sandbox import server\n"
+        "from omni_kv.sandbox.process import run_isolated\n"
+        "import os, torch\n"
+        "run_isolated(torch.ones, 1)\n"
+        "print(server._server.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-tmp"
+    elsewhere.mkdir()
+    env = {**os.environ, "TMPDIR": str(elsewhere), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
+    _gone(int(done.stdout))
+    assert not list(elsewhere.glob("omni-kv-server-*"))

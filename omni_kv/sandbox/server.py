@@ -1,0 +1,221 @@
+"""A fork server, as in ``multiprocessing``: children that need not import torch again.
+
+Most of a child's processor time goes into importing torch and Inductor. The server is a process
+that has imported them and done nothing else, and each child is a fork of it, with an environment,
+a folder and a session of its own. The standard library's server would run the caller's
+``__main__`` again and keeps one environment for all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import getpass
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+#: What the server imports; a name that a torch release does not have is passed over.
+_IMPORTED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "cloudpickle")
+#: What may differ between server and child: read when it is needed, not when torch is imported,
+#: or of no account where there is no GPU.
+_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "PYTHONPATH", "PWD")
+_NO_ACCOUNT = ("CUDA_VISIBLE_DEVICES",)
+_OURS = ("OMNI_KV_", "PYTEST_")
+_CODE = struct.Struct("i")
+
+
+class ForkServer:
+    """A server for children whose environment is like that of its first one; ends with its parent.
+
+    Args:
+        env: the environment of the first child.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = _read_at_import(env)
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={**env, "TMPDIR": tempfile.gettempdir()},
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Whether a child with this environment may be a fork of the server."""
+        return self.process.poll() is None and self.env == _read_at_import(env)
+
+    def run(self, folder: Path, env: Mapping[str, str], timeout: float) -> int | None:
+        """Run ``call(folder, parent)`` of ``serve`` in a fork; end it, and all that it started.
+
+        Args:
+            folder: where the child finds its call and leaves its result.
+            env: the environment of the child.
+            timeout: seconds until it is killed.
+
+        Returns:
+            The exit code, negative for a signal; None if it was killed for its time.
+
+        Raises:
+            ConnectionError: if the server is gone.
+        """
+        request = json.dumps({"folder": str(folder), "env": dict(env), "path": sys.path})
+        (folder / "request").write_text(request)
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self.requests, [os.fsencode(folder)], [theirs.fileno()])
+            ours.settimeout(timeout)
+            try:
+                return _received(ours)
+            except TimeoutError:
+                ours.shutdown(socket.SHUT_WR)  # which the other side takes for "kill it"
+                ours.settimeout(None)
+                _received(ours)
+                return None
+
+    def close(self) -> None:
+        """Let the server end."""
+        self.requests.close()
+        self.process.wait()
+
+
+_lock = threading.Lock()
+_server: ForkServer | None = None
+
+
+def server_for(env: Mapping[str, str]) -> ForkServer | None:
+    """The server of this process, if a child with this environment may be a fork of it.
+
+    Where a GPU is in sight there is none: importing torch may touch it, and a fork could not use
+    it.
+
+    Args:
+        env: the child's environment; that of the first call decides for which others there is one.
+    """
+    global _server
+    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+        return None
+    with _lock:
+        if _server is None:
+            _server = ForkServer(env)
+    return _server if _server.fits(env) else None
+
+
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that torch may have looked at when it was imported."""
+    return {
+        k: v
+        for k, v in env.items()
+        if k not in (*_READ_LATER, *_NO_ACCOUNT) and not k.startswith(_OURS)
+    }
+
+
+def _received(connection: socket.socket) -> int:
+    content = connection.recv(_CODE.size)
+    if not content:
+        raise ConnectionError("the fork server ended")
+    code: int = _CODE.unpack(content)[0]
+    return code
+
+
+def share_precompiled_headers(tmp: Path) -> None:
+    """Let Inductor find its precompiled C++ headers, which all children share.
+
+    Inductor keeps them beside its *default* cache, in the folder for temporary files, which for a
+    child goes away with it; building them anew takes half of a child's time. They hold headers of
+    torch and nothing of any graph, are named by their contents, and Inductor locks them. There is
+    no setting for the place, hence a link; where a release looks elsewhere, a child is slower.
+    """
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        headers = home / "omni-kv" / "precompiled_headers"
+        headers.mkdir(parents=True, exist_ok=True)
+        default_cache = tmp / f"torchinductor_{getpass.getuser()}"
+        default_cache.mkdir()
+        (default_cache / "precompiled_headers").symlink_to(headers)
+    except (OSError, KeyError, RuntimeError):
+        # A home that cannot be written, or a user without an entry: the child is slower.
+        return
+
+
+def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
+    """The server's side: import torch, then fork for every request until the parent is gone."""
+    with tempfile.TemporaryDirectory(prefix="omni-kv-server-") as folder:
+        os.environ["TMPDIR"], tempfile.tempdir = folder, None
+        share_precompiled_headers(Path(folder))
+        for name in _IMPORTED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
+        while True:
+            content, (*connections,), _, _ = socket.recv_fds(requests, 4096, 1)
+            if not connections:
+                return
+            if os.fork() == 0:
+                with contextlib.suppress(BaseException):
+                    requests.close()
+                    _supervise(
+                        socket.socket(fileno=connections[0]), Path(os.fsdecode(content)), call
+                    )
+                os._exit(0)
+            os.close(connections[0])
+
+
+def _supervise(connection: socket.socket, folder: Path, call: Callable[[Path, int], None]) -> None:
+    """Fork the child, wait until it or the caller ends, and say how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        try:
+            connection.close()
+            _enter(folder)
+            call(folder, parent)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
+    select.select([os.pidfd_open(pid), connection.fileno()], [], [])
+    with contextlib.suppress(ProcessLookupError):  # also after a normal end: what it started
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)  # it may not lead its session yet
+    connection.sendall(_CODE.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+
+def _enter(folder: Path) -> None:
+    """Make this fork what a fresh interpreter started in the folder would be."""
+    os.setsid()
+    request = json.loads((folder / "request").read_text())
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[:] = request["path"]
+    tempfile.tempdir = None
+    os.chdir(folder / "tmp")
+    if "torch" in sys.modules:  # which takes another seed each time that it is imported
+        sys.modules["torch"].default_generator.seed()
+
+
+if __name__ == "__main__":
+    from omni_kv.sandbox.process import _child
+
+    serve(socket.socket(fileno=int(sys.argv[1])), _child)
