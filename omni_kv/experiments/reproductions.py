@@ -125,7 +125,7 @@ def run(number: str, fix: str | None = None, timeout: float = 300.0) -> Ran:
         RuntimeError: if the child did not come back, or the torch does not have the fix's lines.
     """
     script = str(folder(number) / "repro.py")
-    return run_isolated(_script, script, fix, timeout=timeout).unwrap()
+    return run_isolated(_script, script, fix, timeout=timeout, fresh=True).unwrap()
 
 
 def run_all(wanted: Sequence[str], workers: int = 2) -> dict[tuple[str, str | None], Ran]:
@@ -153,7 +153,7 @@ def own_means(number: str, timeout: float = 300.0) -> Means:
     script = str(folder(number) / "repro.py")
     with tempfile.TemporaryDirectory(prefix="omni-kv-") as trace:
         env = {"TORCH_LOGS": f"+{PASS}", "TORCH_TRACE": trace}
-        child = run_isolated(_script_and_counters, script, timeout=timeout, env=env)
+        child = run_isolated(_script_and_counters, script, timeout=timeout, env=env, fresh=True)
         missed, counters = child.unwrap()
         text = "".join(p.read_text(errors="replace") for p in sorted(Path(trace).glob("*")))
     told = [line.partition("] ")[2] for line in child.stderr_tail.splitlines() if "einplac" in line]

@@ -106,6 +106,7 @@ def run_isolated(
     timeout: float = 180.0,
     env: Mapping[str, str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> Outcome[T]:
     """Call ``fn(*args, **kwargs)`` in a process that has compiled nothing; say what happened.
@@ -119,6 +120,8 @@ def run_isolated(
         timeout: seconds until the child and all it started are killed.
         env: environment variables to set in the child, on top of ``CHILD_ENV``.
         cache_dir: compile-cache directory to use; by default a fresh one, removed afterwards.
+        fresh: whether the child must be a fresh interpreter, for a program that changes something
+            before it imports torch.
         kwargs: its keyword arguments.
 
     Raises:
@@ -135,7 +138,7 @@ def run_isolated(
         share_precompiled_headers(folder / "tmp")
         child_env = _environment(folder, cache) | dict(env or {})
         start = time.monotonic()
-        code = _run(folder, child_env, timeout)
+        code = _run(folder, child_env, timeout, fresh)
         seconds = time.monotonic() - start
         tail = _tail(folder / "output")
         return _outcome(folder, code, seconds, tail)
@@ -143,17 +146,15 @@ def run_isolated(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(folder: Path, env: Mapping[str, str], timeout: float) -> int | None:
-    """Run the call in the folder, in a fork of the fork server or in a fresh interpreter.
-
-    The server has imported torch: where what is sent speaks of neither torch nor this package, or
-    where the environment differs in what torch reads when it is imported, it is of no use.
+def _run(folder: Path, env: Mapping[str, str], timeout: float, fresh: bool) -> int | None:
+    """Run the call in a fork of the fork server, or where that is of no use in an interpreter.
 
     Returns:
         The exit code, negative for a signal; None if it was killed for its time.
     """
     call = (folder / "call").read_bytes()
-    server = server_for(env) if b"torch" in call or b"omni_kv" in call else None
+    speaks_of_torch = b"torch" in call or b"omni_kv" in call
+    server = server_for(env) if speaks_of_torch and not fresh else None
     if server is not None:
         with contextlib.suppress(ConnectionError):
             return server.run(folder, env, timeout)
