@@ -2,8 +2,7 @@
 
 A miscompiled kernel may crash, hang, poison a CUDA context or scribble over memory, and a compile
 cache left by one layout changes what the next one does. So every compile experiment runs here: a
-process that has compiled nothing, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit, and nothing
-left behind.
+process that has compiled nothing, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def run_isolated(
         share_precompiled_headers(folder / "tmp")
         child_env = _environment(folder, cache) | dict(env or {})
         start = time.monotonic()
-        code = _run(folder, child_env, timeout, fresh)
+        code = _run(folder, child_env, timeout, fresh, usual=not env)
         seconds = time.monotonic() - start
         tail = _tail(folder / "output")
         return _outcome(folder, code, seconds, tail)
@@ -146,17 +145,19 @@ def run_isolated(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(folder: Path, env: Mapping[str, str], timeout: float, fresh: bool) -> int | None:
+def _run(
+    folder: Path, env: Mapping[str, str], timeout: float, fresh: bool, usual: bool
+) -> int | None:
     """Run the call in a fork of the fork server, or where that is of no use in an interpreter.
 
     Returns:
         The exit code, negative for a signal; None if it was killed for its time.
     """
     call = (folder / "call").read_bytes()
-    speaks_of_torch = b"torch" in call or b"omni_kv" in call
-    server = server_for(env) if speaks_of_torch and not fresh else None
+    without = fresh or not (b"torch" in call or b"omni_kv" in call)
+    server = None if without else server_for(env, start=usual)
     if server is not None:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):  # the server is gone
             return server.run(folder, env, timeout)
     with (folder / "output").open("wb") as output:
         child = subprocess.Popen(

@@ -74,7 +74,7 @@ class ForkServer:
             The exit code, negative for a signal; None if it was killed for its time.
 
         Raises:
-            ConnectionError: if the server is gone.
+            OSError: if the server is gone.
         """
         request = json.dumps({"folder": str(folder), "env": dict(env), "path": sys.path})
         (folder / "request").write_text(request)
@@ -92,7 +92,8 @@ class ForkServer:
                 return None
 
     def close(self) -> None:
-        """Let the server end."""
+        """Let the server end; forks of it go on."""
+        atexit.unregister(self.close)
         self.requests.close()
         self.process.wait()
 
@@ -101,22 +102,28 @@ _lock = threading.Lock()
 _server: ForkServer | None = None
 
 
-def server_for(env: Mapping[str, str]) -> ForkServer | None:
+def server_for(env: Mapping[str, str], start: bool = True) -> ForkServer | None:
     """The server of this process, if a child with this environment may be a fork of it.
 
     Where a GPU is in sight there is none: importing torch may touch it, and a fork could not use
     it.
 
     Args:
-        env: the child's environment; that of the first call decides for which others there is one.
+        env: the child's environment.
+        start: whether to start a server for it if the present one does not fit.
     """
     global _server
     if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
         return None
     with _lock:
-        if _server is None:
-            _server = ForkServer(env)
-    return _server if _server.fits(env) else None
+        if _server is not None and _server.fits(env):
+            return _server
+        if not start:
+            return None
+        if _server is not None:
+            _server.close()
+        _server = ForkServer(env)
+        return _server
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:

@@ -15,19 +15,13 @@ from omni_kv.sandbox.process import run_all, run_dealt, run_isolated
 pytestmark = pytest.mark.compiles
 
 
-@pytest.fixture(autouse=True, scope="module")
-def server_that_runs():
-    """Its folder lies where temporary files lay when it was started, not in a test's."""
-    run_isolated(torch.ones, 1)
-
-
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path, monkeypatch):
-    """Children leave nothing behind: neither files here nor processes of their session."""
+    """Children leave nothing behind; the folder of the fork server goes when it ends."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield
-    assert list(tmp_path.iterdir()) == []
+    assert [p for p in tmp_path.iterdir() if not p.name.startswith("omni-kv-server-")] == []
 
 
 def test_a_result_comes_back():
@@ -233,6 +227,19 @@ def test_a_fork_of_the_server_is_what_a_fresh_interpreter_would_be():
 def test_each_child_draws_other_random_numbers_as_interpreters_do():
     drawn = [run_isolated(torch.initial_seed).unwrap() for _ in range(2)]
     assert drawn[0] != drawn[1]
+
+
+def test_where_the_environment_changes_there_is_another_server(monkeypatch):
+    def main_and_value():
+        import sys
+
+        return sys.modules["__main__"].__spec__.name, torch and os.environ.get("CHANGED")
+
+    first = run_isolated(main_and_value).unwrap()
+    monkeypatch.setenv("CHANGED", "1")
+    second = run_isolated(main_and_value).unwrap()
+    assert (first, second) == ((first[0], None), (first[0], "1"))
+    assert first[0] == "omni_kv.sandbox.server"
 
 
 def test_what_one_child_does_to_itself_the_next_does_not_see():
