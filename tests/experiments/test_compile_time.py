@@ -15,7 +15,7 @@ from omni_kv.experiments.gpu import compile_time
 from omni_kv.experiments.gpu.plan import Plan
 from omni_kv.experiments.gpu.record import record
 from omni_kv.model.geometry import preset
-from omni_kv.sandbox.process import run_isolated
+from omni_kv.sandbox.process import Outcome, run_isolated
 
 HERE = Provenance(
     device="CPU", platform="Linux", python="3.11", torch="9.9.0", date="2026-01-01",
@@ -58,45 +58,46 @@ def test_a_sample_is_paired_with_its_own_round_only():
     assert len(ratio_lines(taken)) == 1
 
 
-def test_every_round_takes_each_variant_once_and_begins_with_another():
-    units = [unit.name for unit in compile_time.compile_time_units(plan(8))]
-    names = compile_time.VARIANTS
-    for graph, (_, _, every) in compile_time.GRAPHS.items():
-        own = [unit for unit in units if unit.startswith(graph)]
-        rounds = range(0, 8, every)
-        expected = [sample_name(graph, number, name) for number in rounds for name in names]
-        assert sorted(own) == sorted(expected)
-        first = [own[i].rpartition(": ")[2] for i in range(0, len(own), len(names))]
-        assert len(set(first)) == min(len(names), len(rounds))
+def test_every_round_is_in_one_block_and_a_large_graph_has_fewer():
+    found: dict[str, list[int]] = {}
+    for unit in compile_time.compile_time_units(plan(20)):
+        _, graph, rounds = unit.run.args
+        assert unit.name == f"{graph}, rounds from {rounds[0]}"
+        found.setdefault(graph, []).extend(rounds)
+    assert found == {
+        graph: list(range(0, 20, every)) for graph, (_, _, every) in compile_time.GRAPHS.items()
+    }
 
 
 def test_more_pairs_go_on_from_those_that_an_interrupted_recording_left(monkeypatch, tmp_path):
     ran = itertools.count()
 
-    def in_child(plan, graph, variant):
-        if next(ran) > 5:
+    def isolated(fn, geometry, device, backend, layers, layout, rounds, timeout):
+        if next(ran) == 2:
             raise RuntimeError("the machine was taken away")
-        return (1.0, 1.0) if variant == "without" else (1.5, 2.0)
+        taken = {"without": (1.0, 1.0), "control": (1.5, 2.0), "every fix": (1.5, 2.0)}
+        value = [(n, name, *seconds) for n in rounds for name, seconds in taken.items()]
+        return Outcome("returned", value, None, None, 1.0, "")
 
-    monkeypatch.setattr(compile_time, "_in_child", in_child)
-    monkeypatch.setattr(compile_time, "_WARM", set())
-    record(plan(1), HERE, tmp_path, ["compile-time"], lambda line: None)
+    monkeypatch.setattr(compile_time, "run_isolated", isolated)
+    record(plan(8), HERE, tmp_path, ["compile-time"], lambda line: None)
     before = read(tmp_path / "compile-time.partial.json").units
-    assert len(before) == 5  # and one to warm up
+    assert len(before) == 2
     ran = itertools.count(-1000)
     said: list[str] = []
-    record(plan(2), HERE, tmp_path, ["compile-time"], said.append)
+    record(plan(12), HERE, tmp_path, ["compile-time"], said.append)
     units = read(tmp_path / "compile-time.json").units
-    assert units[:5] == before
-    assert len(units) == len(compile_time.compile_time_units(plan(2)))
+    assert units[:2] == before
+    assert len(units) == len(compile_time.compile_time_units(plan(12)))
     ratios = [line for line in said if " pairs" in line]
     assert len(ratios) == len(compile_time.GRAPHS) * (len(compile_time.VARIANTS) - 1)
     assert all(": 1.500 " in line and "time 2.000 " in line for line in ratios)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize(("variant", "expected"), [("control", []), ("every fix", ["a", "b"])])
-def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, expected):
+def test_fixes_are_in_place_while_the_clock_runs_and_rounds_begin_with_each_variant(
+    monkeypatch, layers
+):
     now: list[str] = []
     seen: list[list[str]] = []
 
@@ -107,21 +108,28 @@ def test_the_fix_is_in_place_while_the_clock_runs(monkeypatch, layers, variant, 
         now.remove(name)
 
     def compiled(fn):
-        return lambda *inputs: (seen.append(list(now)), fn(*inputs))
+        return lambda *inputs: seen.append(list(now))
 
     monkeypatch.setattr(compile_time, "installed", installed)
     monkeypatch.setattr(compile_time, "fitting", lambda: ["a", "b"])
     monkeypatch.setattr(torch, "compile", compiled)
     threads = torch.get_num_threads()
-    compile_time.compile_seconds(preset("tiny"), "cpu", "sdpa", layers, "shared", variant)
+    arguments = (preset("tiny"), "cpu", "sdpa", layers, "shared", [0, 1, 2])
+    samples = compile_time.compile_seconds(*arguments)
     torch.set_num_threads(threads)
-    assert seen == [expected]
+    plain, fixed = [], ["a", "b"]
+    assert seen[:3] == [plain, plain, fixed]  # to warm up
+    variants = [variant for _, variant, _, _ in samples]
+    assert seen[3:] == [fixed if v == compile_time.WITH else plain for v in variants]
+    assert sorted(variants[::3]) == sorted(compile_time.VARIANTS)
+    assert [number for number, *_ in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.compiles
 def test_a_child_tells_how_long_it_compiled():
-    arguments = (preset("tiny"), "cpu", "sdpa", 1, "shared", "every fix")
-    child = run_isolated(compile_time.compile_seconds, *arguments)
-    seconds, processor = child.unwrap()
-    assert 0 < seconds < child.seconds
-    assert processor > 0
+    child = run_isolated(
+        compile_time.compile_seconds, preset("tiny"), "cpu", "sdpa", 1, "shared", [0]
+    )
+    samples = child.unwrap()
+    assert len(samples) == len(compile_time.VARIANTS)
+    assert all(0 < seconds < child.seconds and cpu > 0 for _, _, seconds, cpu in samples)

@@ -2,19 +2,23 @@
 
 All fixes that fit the installed torch are in place together: what all cost bounds what one costs.
 
-Every sample is a child process of its own with empty caches. A round takes one sample of each
-variant; a pair is what two variants took in one round. ``evidence.compile_times`` computes ratios.
+A child process compiles every variant once, which is not counted: imports are done then, and C++
+or Triton kernels are built. After that it compiles in rounds, with empty graph caches; a round
+takes one sample of each variant, and a pair is what two variants took in one round. So the time of
+building kernels, the same with and without a fix, does not hide what a fix costs.
+``evidence.compile_times`` computes ratios.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -26,7 +30,7 @@ from omni_kv.experiments.layer import layer_call
 from omni_kv.model.geometry import Geometry
 from omni_kv.model.pools import Layout, Pools, make_pools
 from omni_kv.model.transformer import make_model
-from omni_kv.sandbox.process import run_isolated
+from omni_kv.sandbox.process import graph_caches_off, run_isolated
 from omni_kv.upstream import installed
 from omni_kv.upstream.fixes import FIXES
 from omni_kv.upstream.install import fixed_sources
@@ -41,30 +45,27 @@ GRAPHS: dict[str, tuple[int, Layout, int]] = {
 }
 #: The variant with every fix.
 WITH = "every fix"
-#: A child compiles on one core; as many leave each a core with its cache.
-_LANES = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
-
-
 VARIANTS = (WITHOUT, CONTROL, WITH)
+#: Rounds that share a child process.
+BLOCK = 8
 
 
 def compile_time_units(plan: Plan) -> list[Unit]:
-    """One unit a sample, round after round; each round begins with another variant."""
-    names = deque(VARIANTS)
+    """One unit a graph and block of rounds."""
     units = []
-    for number in range(plan.pairs):
+    for first in range(0, plan.pairs, BLOCK):
         for graph, (_, _, every) in GRAPHS.items():
-            for variant in names if number % every == 0 else ():
-                name = sample_name(graph, number, variant)
-                units.append(Unit(name, functools.partial(_sample, plan, graph, variant, name)))
-        names.rotate()
+            rounds = [r for r in range(first, min(first + BLOCK, plan.pairs)) if r % every == 0]
+            name = f"{graph}, rounds from {first}"
+            run = functools.partial(_samples, plan, graph, rounds)
+            units.append(Unit(name, run, alone=True))
     return units
 
 
 def compile_seconds(
-    geometry: Geometry, device: str, backend: str, layers: int, layout: Layout, variant: str
-) -> tuple[float, float]:
-    """Compile layers of the model as one graph and run them once; for a child process.
+    geometry: Geometry, device: str, backend: str, layers: int, layout: Layout, rounds: list[int]
+) -> list[tuple[int, str, float, float]]:
+    """Compile layers of the model as one graph and run them once, in rounds; for a child process.
 
     Args:
         geometry: the sizes of a layer.
@@ -72,24 +73,47 @@ def compile_seconds(
         backend: attention backend.
         layers: how many make up the graph. One stands alone, several are the model.
         layout: how K and V lie.
-        variant: one of ``VARIANTS``.
+        rounds: their numbers; each begins with another variant.
 
     Returns:
-        Seconds by the clock, and of processor time, from the call of the compiled function to its
-        end.
+        For each sample the round, the variant, and seconds by the clock and of processor time,
+        from the call of the compiled function to its end.
     """
     torch.set_num_threads(1)
     g = for_backend(geometry, backend).replace(num_layers=layers)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    samples = []
+    with torch.no_grad(), graph_caches_off():
+        fn, inputs = _call(g, device, backend, layers, layout)
+        for variant in VARIANTS:
+            _taken(fn, inputs, device, variant)
+        for number in rounds:
+            names = deque(VARIANTS)
+            names.rotate(number)
+            samples += [(number, name, *_taken(fn, inputs, device, name)) for name in names]
+    return samples
+
+
+def _call(
+    geometry: Geometry, device: str, backend: str, layers: int, layout: Layout
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    pools = _pools(geometry, layout, device)
+    if layers == 1:
+        block, arguments = layer_call(geometry, device=device, backend=backend)
+        return block, arguments(pools)
+    model = make_model(geometry, backend=backend, device=device)
+    return model, FullStep(model, pools, device).inputs
+
+
+def _taken(
+    fn: Callable[..., Any], inputs: tuple[Any, ...], device: str, variant: str
+) -> tuple[float, float]:
+    """Seconds by the clock and of processor time that a first compiled call takes."""
+    torch.compiler.reset()
+    gc.collect()
+    with contextlib.ExitStack() as stack:
         for name in fitting() if variant == WITH else ():
             stack.enter_context(installed(name))
-        pools = _pools(g, layout, device)
-        if layers == 1:
-            block, arguments = layer_call(g, device=device, backend=backend)
-            compiled, inputs = torch.compile(block), arguments(pools)
-        else:
-            model = make_model(g, backend=backend, device=device)
-            compiled, inputs = torch.compile(model), FullStep(model, pools, device).inputs
+        compiled = torch.compile(fn)
         with _clock() as taken:
             compiled(*inputs)
             if device != "cpu":
@@ -125,25 +149,11 @@ def _clock() -> Iterator[list[float]]:
     taken += [time.perf_counter() - start, sum(after[:4]) - sum(before[:4])]
 
 
-def _sample(plan: Plan, graph: str, variant: str, name: str) -> list[Strict]:
-    _warm_up(plan)
-    with _LANES:
-        seconds, processor = _in_child(plan, graph, variant)
-    return [Timing(name=name, seconds=[seconds], cpu_seconds=[processor])]
-
-
-def _in_child(plan: Plan, graph: str, variant: str) -> tuple[float, float]:
-    arguments = (plan.geometry, plan.device, plan.backends[-1], *GRAPHS[graph][:2], variant)
-    return run_isolated(compile_seconds, *arguments, timeout=540.0).unwrap()
-
-
-_WARM: set[str] = set()
-_WARMING = threading.Lock()
-
-
-def _warm_up(plan: Plan) -> None:
-    """What children share, such as precompiled headers, is there before the first one counts."""
-    with _WARMING:
-        if plan.device not in _WARM:
-            _in_child(plan, next(iter(GRAPHS)), WITHOUT)
-            _WARM.add(plan.device)
+def _samples(plan: Plan, graph: str, rounds: list[int]) -> list[Strict]:
+    arguments = (plan.geometry, plan.device, plan.backends[-1], *GRAPHS[graph][:2], rounds)
+    timeout = 300.0 + 120.0 * len(VARIANTS) * len(rounds)
+    samples = run_isolated(compile_seconds, *arguments, timeout=timeout).unwrap()
+    return [
+        Timing(name=sample_name(graph, number, variant), seconds=[seconds], cpu_seconds=[processor])
+        for number, variant, seconds, processor in samples
+    ]
