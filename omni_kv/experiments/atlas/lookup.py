@@ -111,33 +111,31 @@ def symbol(result: CellResult | None) -> str:
 
 
 def outcome_table(known: Sequence[AtlasRecord], layouts: Sequence[str]) -> dict[str, list[str]]:
-    """Layouts down, kinds of call across; in each cell a symbol for each group of releases.
+    """Layouts down, kinds of call across; in each cell a line for neighbours that agree.
 
-    Where all agree it stands once.
+    Where all releases agree the symbol stands alone.
 
     Args:
         known: records by release.
         layouts: names.
 
     Returns:
-        By ``releases`` the groups of neighbouring releases that agree in all that is shown, and by
-        each layout's name one text a call.
+        By each layout's text one text a call, its lines apart by line breaks.
     """
-    keys = {name: [f"{name}/{call}/no_grad" for call in SHORT_CALLS] for name in layouts}
+    return {
+        LAYOUTS[name]: [_told(known, f"{name}/{call}/no_grad") for call in SHORT_CALLS]
+        for name in layouts
+    }
 
-    def shown(record: AtlasRecord) -> list[str]:
-        cells = record.by_key()
-        return [symbol(cells.get(key)) for row in keys.values() for key in row]
 
-    groups = [list(same) for _, same in itertools.groupby(known, key=shown)]
-    first = [group[0].by_key() for group in groups]
-    table = {"releases": [between([r.release for r in group]) for group in groups]}
-    for name, row in keys.items():
-        shown_by = [[symbol(cells.get(key)) for cells in first] for key in row]
-        table[LAYOUTS[name]] = [
-            each[0] if len(set(each)) == 1 else " / ".join(each) for each in shown_by
-        ]
-    return table
+def _told(known: Sequence[AtlasRecord], key: str) -> str:
+    seen = [(symbol(record.by_key().get(key)), record.release) for record in known]
+    groups = [(told, [r for _, r in g]) for told, g in itertools.groupby(seen, lambda s: s[0])]
+    if len(groups) == 1:
+        return groups[0][0]
+    lines = [f"{told} {between(releases)}" for told, releases in groups[:-1]]
+    told, releases = groups[-1]
+    return "\n".join([*lines, f"{told} since {releases[0]}"])
 
 
 def newest_table(known: Sequence[AtlasRecord]) -> dict[str, list[str]]:
