@@ -30,6 +30,7 @@ from omni_kv.sandbox.server import server_for, share_precompiled_headers
 
 A = TypeVar("A")
 T = TypeVar("T")
+Env = Mapping[str, str]
 
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG
 Status = Literal["returned", "raised", "killed", "timed out"]
@@ -103,7 +104,7 @@ def run_isolated(
     fn: Callable[..., T],
     *args: Any,
     timeout: float = 180.0,
-    env: Mapping[str, str] | None = None,
+    env: Env | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
     **kwargs: Any,
@@ -135,9 +136,9 @@ def run_isolated(
         cache = Path(cache_dir) if cache_dir is not None else folder / "cache"
         (folder / "tmp").mkdir()
         share_precompiled_headers(folder / "tmp")
-        child_env = _environment(folder, cache) | dict(env or {})
+        usual = _environment(folder, cache)
         start = time.monotonic()
-        code = _run(folder, child_env, timeout, fresh, usual=not env)
+        code = _run(folder, usual, usual | dict(env or {}), timeout, fresh)
         seconds = time.monotonic() - start
         tail = _tail(folder / "output")
         return _outcome(folder, code, seconds, tail)
@@ -145,9 +146,7 @@ def run_isolated(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(
-    folder: Path, env: Mapping[str, str], timeout: float, fresh: bool, usual: bool
-) -> int | None:
+def _run(folder: Path, usual: Env, env: Env, timeout: float, fresh: bool) -> int | None:
     """Run the call in a fork of the fork server, or where that is of no use in an interpreter.
 
     Returns:
@@ -155,9 +154,9 @@ def _run(
     """
     call = (folder / "call").read_bytes()
     without = fresh or not (b"torch" in call or b"omni_kv" in call)
-    server = None if without else server_for(env, start=usual)
+    server = None if without else server_for(env, usual)
     if server is not None:
-        with contextlib.suppress(OSError):  # the server is gone
+        with contextlib.suppress(OSError):  # it is gone
             return server.run(folder, env, timeout)
     with (folder / "output").open("wb") as output:
         child = subprocess.Popen(

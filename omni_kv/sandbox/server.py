@@ -102,7 +102,7 @@ _lock = threading.Lock()
 _server: ForkServer | None = None
 
 
-def server_for(env: Mapping[str, str], start: bool = True) -> ForkServer | None:
+def server_for(env: Mapping[str, str], usual: Mapping[str, str]) -> ForkServer | None:
     """The server of this process, if a child with this environment may be a fork of it.
 
     Where a GPU is in sight there is none: importing torch may touch it, and a fork could not use
@@ -110,7 +110,7 @@ def server_for(env: Mapping[str, str], start: bool = True) -> ForkServer | None:
 
     Args:
         env: the child's environment.
-        start: whether to start a server for it if the present one does not fit.
+        usual: that of most children. A server that does not fit is replaced for such a one only.
     """
     global _server
     if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
@@ -118,7 +118,7 @@ def server_for(env: Mapping[str, str], start: bool = True) -> ForkServer | None:
     with _lock:
         if _server is not None and _server.fits(env):
             return _server
-        if not start:
+        if _read_at_import(env) != _read_at_import(usual):
             return None
         if _server is not None:
             _server.close()

@@ -141,7 +141,7 @@ def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
 
 
 def _box(run: Run, recorded: bool, download: bool) -> str:
-    parameters = ", ".join(f"`{name} = {value!r}`" for name, value in run.parameters.items())
+    parameters = ", ".join(f"`{name} = {_short(v)}`" for name, v in run.parameters.items())
     lines = [
         ":::{admonition} This run",
         ":class: this-run no-glossary",
@@ -158,6 +158,13 @@ def _box(run: Run, recorded: bool, download: bool) -> str:
         ":::",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _short(value: Any) -> str:
+    """A parameter's value in one line; of a text of several lines how many they are."""
+    if isinstance(value, str) and "\n" in value.strip():
+        return f"({len(value.strip().splitlines())} lines, below)"
+    return repr(value)
 
 
 def _verdicts(run: Run) -> str:
