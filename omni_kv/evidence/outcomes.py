@@ -113,7 +113,7 @@ def gpu_lines() -> list[str]:
         return []
     where = found[0].provenance
     label = f"{where.device}, torch {where.torch.split('+')[0]}"
-    return [f"**At full size on a GPU** (recorded on {label}). {' '.join(told)}"]
+    return [f"**On a GPU, up to full size** (recorded on {label}). {' '.join(told)}"]
 
 
 def _crashes(records: Sequence[Record]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from omni_kv.experiments.atlas.records import (
     hold,
     merge,
     read,
+    records,
     write,
 )
 from omni_kv.experiments.atlas.run import _raising, run_cells, run_in_memories
@@ -311,3 +312,28 @@ def test_separate_pools_are_right_and_in_place_and_move_no_more_than_needed():
     (cell,) = run_cells([Cell("separate")])
     assert (cell.outcome, cell.in_place) == ("right", True)
     assert cell.writes_bytes is None or cell.writes_bytes <= cell.needed_bytes
+
+
+def test_in_short_names_what_is_right_and_in_place_on_every_release_with_a_fresh_cache():
+    """The page recommends these two, and says so of all releases on record."""
+    known = records()
+    assert known
+    for record in known:
+        for cell in all_cells(["separate", "one_tensor"]):
+            if cell.cache == "fresh":
+                result = record.by_key()[cell.key]
+                assert (result.outcome, result.in_place) == ("right", True), (record.release, cell)
+
+
+def test_emptying_the_cache_is_advised_where_a_fresh_one_is_right():
+    stale = [
+        result("separate/static/shared_halves/no_grad", "foreign values"),
+        result("list/static/shared_halves/no_grad", "foreign values"),
+    ]
+    fresh = [
+        result("separate/static/fresh/no_grad"),
+        result("list/static/fresh/no_grad", "foreign values"),
+    ]
+    told = {row.cell.key: row.advice for row in rows([record_of(*stale, *fresh)])}
+    assert told[stale[0].cell].startswith("Empty the compile cache")
+    assert told[stale[1].cell].startswith("Do not run it compiled")

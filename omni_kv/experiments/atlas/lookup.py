@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omni_kv.experiments.atlas.cells import CALLS, LAYOUTS, Cell, CellResult, all_cells, cell_of
 from omni_kv.experiments.atlas.records import AtlasRecord, label
@@ -23,7 +23,8 @@ KEY = (
     "whether a pool is copied is not known; ✗ reads outside: right where memory is mapped around "
     "it, dead where it is not; ✗ wrong: a pool holds other values, and nothing is raised (where "
     "nothing is mapped it may die); "
-    "✗ refuses: it does not compile; · not on record."
+    "✗ raises: it compiles, and the compiled code raises; ✗ refuses: it does not compile; "
+    "· not on record."
 )
 #: Calls that the small tables show: key without layout and mode, and heading.
 SHORT_CALLS = {
@@ -74,14 +75,17 @@ def rows(known: Sequence[AtlasRecord]) -> list[Row]:
         known: records of one kind of device, by release.
     """
     found = []
+    cells_of = {record.release: record.by_key() for record in known}
     for key in dict.fromkeys(result.cell for record in known for result in record.cells):
-        results = [(r.release, r.by_key()[key]) for r in known if key in r.by_key()]
+        results = [(release, of[key]) for release, of in cells_of.items() if key in of]
         for outcome, group in itertools.groupby(results, key=lambda pair: label(pair[1])):
             same = list(group)
             cell, last = cell_of(key), same[-1][1]
             advice = _ADVICE.get(outcome, f"Do not run it compiled. {_ELSE}, are right.")
             if cell.cache == "shared_halves" and last.outcome != "right":
-                advice = "Empty the compile cache, and keep one for each layout."
+                fresh = cells_of[same[-1][0]].get(replace(cell, cache="fresh").key)
+                if fresh is not None and fresh.outcome == "right":
+                    advice = "Empty the compile cache, and keep one for each layout."
             releases = tuple(release for release, _ in same)
             found.append(Row(cell, releases, outcome, last.detail, reason(cell, last), advice))
     return found
@@ -92,6 +96,8 @@ def reason(cell: Cell, result: CellResult) -> str:
     outcome = result.outcome
     if outcome == "refuses to compile":
         return "The compiler raises."
+    if _raises(result):
+        return "It compiles, and the compiled code raises."
     if outcome == "right":
         return {
             True: "Every pool is written where it lies.",
@@ -107,7 +113,13 @@ def reason(cell: Cell, result: CellResult) -> str:
 
 def symbol(result: CellResult | None) -> str:
     """One outcome as the small tables show it."""
-    return "·" if result is None else SYMBOLS.get(label(result), "✗ wrong")
+    if result is None:
+        return "·"
+    return "✗ raises" if _raises(result) else SYMBOLS.get(label(result), "✗ wrong")
+
+
+def _raises(result: CellResult) -> bool:
+    return result.detail.startswith("the compiled code raised")
 
 
 def outcome_table(known: Sequence[AtlasRecord], layouts: Sequence[str]) -> dict[str, list[str]]:

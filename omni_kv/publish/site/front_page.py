@@ -16,6 +16,8 @@ from typing import Any
 from omni_kv.evidence import claims, outcomes, records, verdicts
 from omni_kv.experiments.atlas import lookup
 from omni_kv.experiments.atlas.cells import CACHES, CALLS, LAYOUTS, MODES
+from omni_kv.experiments.atlas.records import atlas_dir
+from omni_kv.experiments.atlas.records import read as read_atlas
 from omni_kv.experiments.atlas.records import records as atlas_records
 from omni_kv.publish.notebooks import notebooks_dir
 from omni_kv.publish.site.pages import Run
@@ -163,7 +165,7 @@ def _live(run: Run) -> tuple[str, str]:
     """What ran for this report, and how its outcomes compare with the records."""
     told = f"live, for this report: {run.device}, torch {verdicts.torch_release()}"
     told += f", {run.date}" if run.date else ""
-    told += f"; {len(run.as_recorded)} outcomes as recorded"
+    told += f"; {len(run.as_recorded)} outcomes as recorded" if run.as_recorded else ""
     told += f", {len(run.no_record)} without a record" if run.no_record else ""
     told += f", **{len(run.changed)} not as recorded**" if run.changed else ""
     told += ", **a cell failed**" if run.failed else ""
@@ -185,4 +187,8 @@ def _recorded() -> list[tuple[str, str]]:
         label = re.sub("^recorded on", "recorded:", record.provenance.label)
         name = f"{path.name}<br>in data/evidence/{path.parent.name}"
         rows.append((name, f"{label}; {len(record.cells)} measurements"))
+    for path in sorted(atlas_dir().glob("torch-*.json")):
+        atlas = read_atlas(path)
+        label = re.sub("^recorded on", "recorded:", atlas.recorded.label)
+        rows.append((f"{path.name}<br>in data/atlas", f"{label}; {len(atlas.cells)} cells"))
     return rows
