@@ -49,7 +49,7 @@ COMPILED = False
 
 def in_compiled_code(x: torch.Tensor) -> torch.Tensor:
     """``x``, times 1.5 in compiled code: a fault that is built in."""
-    return x * 1.5 if torch.compiler.is_compiling() else x * 1.0
+    return x * 1.5 if torch.compiler.is_compiling() else x.clone()
 
 
 def tiny_values(out, x):
@@ -62,7 +62,7 @@ def make_tiny_values():
 
 
 def tiny_values_right(out, x):
-    out.copy_(x * 1.0)
+    out.copy_(x * 3.0)
 
 
 STATE = torch.zeros(8)
@@ -80,7 +80,7 @@ def in_a_dataclass(x):
 
 
 def in_a_dataclass_right(x):
-    return Result(x * 1.0)
+    return Result(x * 3.0)
 
 
 class Holder:
@@ -188,7 +188,7 @@ class Locked(torch.nn.Module):
 
 def returns_itself(x):
     """Eager returns its argument, compiled a copy."""
-    return x * 1.0 if torch.compiler.is_compiling() else x
+    return x.clone() if torch.compiler.is_compiling() else x
 
 
 def returns_itself_right(x):
@@ -262,11 +262,11 @@ def ends(pool, how):
 
 
 def wrong_with_grad(x):
-    return in_compiled_code(x) if torch.is_grad_enabled() else x * 1.0
+    return in_compiled_code(x) if torch.is_grad_enabled() else x * 3.0
 
 
 def wrong_in_inference_mode(x):
-    return in_compiled_code(x) if torch.is_inference_mode_enabled() else x * 1.0
+    return in_compiled_code(x) if torch.is_inference_mode_enabled() else x * 3.0
 
 
 def make_wrong_with_grad():

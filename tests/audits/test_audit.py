@@ -530,7 +530,7 @@ def triton_without_a_gpu(monkeypatch):
         def get_current_device(self):
             return 0
 
-    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda **_: True)
     monkeypatch.setattr(driver, "_active", Driver())
 
 
