@@ -191,6 +191,11 @@ def returns_itself(x):
     return x.clone() if torch.compiler.is_compiling() else x
 
 
+def times_one(x):
+    """On some releases compiled code hands the argument back: pytorch/pytorch issue 197893."""
+    return x * 1.0
+
+
 def returns_itself_right(x):
     x.add_(1)
     return x, x[2:], x.view(torch.int32)

@@ -37,6 +37,7 @@ CALLS = {
     "dataclass": Call(cases.in_a_dataclass, (x8,)),
     "dataclass, right": Call(cases.in_a_dataclass_right, (x8,)),
     "result is an argument": Call(cases.returns_itself, (x8.clone(),)),
+    "times one": Call(cases.times_one, (x8.clone(),)),
     "result is an argument, right": Call(cases.returns_itself_right, (x8.clone(),)),
     "missing result": Call(cases.returns_less, (x8,)),
     "missing result, right": Call(cases.returns_less_right, (x8,)),
@@ -142,6 +143,14 @@ def test_a_machine_with_one_core_says_that_no_race_was_looked_for(monkeypatch) -
 def test_where_a_result_lies_is_said(reports) -> None:
     finding = " ".join(reports["result is an argument"].findings)
     assert "is x itself in eager, and has memory of its own in compiled" in finding
+
+
+def test_a_result_that_compiled_code_does_not_make_anew_is_a_finding(reports) -> None:
+    x = x8.clone()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        aliases = torch.compile(cases.times_one)(x).data_ptr() == x.data_ptr()
+    comparison = reports["times one"].comparison("static")
+    assert comparison.result == ("differs" if aliases else "same")
 
 
 def test_strides_are_said_and_are_no_finding(reports) -> None:
