@@ -10,7 +10,7 @@ ARGS   ?=
 PROFILE ?= cpu
 
 PROFILES := cpu gpu
-PROFILE_ARGS_cpu :=
+PROFILE_ARGS_cpu := --workers 2
 PROFILE_ARGS_gpu := -p device cuda
 ifeq ($(filter $(PROFILE),$(PROFILES)),)
 $(error PROFILE=$(PROFILE) is not known; there are: $(PROFILES))

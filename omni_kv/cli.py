@@ -131,6 +131,8 @@ def main() -> None:
     help="Folder for the executed notebooks.",
 )
 @click.option("--keep-going", is_flag=True, help="Go on with the next notebook after one failed.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
+              help="Notebooks at a time.")  # fmt: skip
 @device_record_option
 def run(
     notebooks: tuple[str, ...],
@@ -138,6 +140,7 @@ def run(
     all_in_order: bool,
     out: Path,
     keep_going: bool,
+    workers: int,
     device_record: str | None,
 ) -> None:
     """Execute notebooks with papermill, in order.
@@ -152,7 +155,8 @@ def run(
         if all_in_order and notebooks:
             raise Refused("--all-in-order and named notebooks exclude each other")
         jobs = plan(nb.select(notebooks), parameters)
-        _report(nb.run(jobs, out, keep_going=keep_going), of=len(jobs))
+        ran = nb.run(jobs, out, keep_going=keep_going, workers=workers)
+        _report(ran, of=len(jobs))
 
 
 @main.command()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def _find(name: str, stored: Sequence[Path]) -> Path:
     raise Refused(f"there is no notebook {name!r}; there are: {known}")
 
 
-def run(jobs: Sequence[Job], out: Path, *, keep_going: bool = False) -> list[Ran]:
+def run(jobs: Sequence[Job], out: Path, *, keep_going: bool = False, workers: int = 1) -> list[Ran]:
     """Execute notebooks with papermill, in order, each written to `out` as soon as it has ended.
 
     A notebook that failed is written too, up to its failing cell and with the error in it. The
@@ -81,6 +82,7 @@ def run(jobs: Sequence[Job], out: Path, *, keep_going: bool = False) -> list[Ran
         jobs: What to run.
         out: Folder for the executed notebooks; made if need be.
         keep_going: Go on with the next notebook after one failed.
+        workers: Notebooks at a time.
 
     Raises:
         Refused: If `out` cannot be written to, or is the folder of a notebook to run.
@@ -91,13 +93,23 @@ def run(jobs: Sequence[Job], out: Path, *, keep_going: bool = False) -> list[Ran
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"cannot write to {out}: {error.strerror}") from error
-    done = []
-    for number, job in enumerate(jobs, 1):
+    failed = False
+
+    def execute(number: int, job: Job) -> Ran | None:
+        nonlocal failed
+        if failed and not keep_going:
+            return None
         title = f"[{number}/{len(jobs)}] {job.notebook.stem}"
-        done.append(_execute(job, out / job.notebook.name, title))
-        if done[-1].failure and not keep_going:
-            break
-    return done
+        ran = _execute(job, out / job.notebook.name, title)
+        failed = failed or ran.failure is not None
+        return ran
+
+    if workers == 1:
+        done = [execute(*numbered) for numbered in enumerate(jobs, 1)]
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            done = list(pool.map(execute, range(1, len(jobs) + 1), jobs))
+    return [ran for ran in done if ran is not None]
 
 
 def store(notebooks: Sequence[Path]) -> list[Ran]:
