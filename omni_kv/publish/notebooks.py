@@ -7,9 +7,11 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +96,39 @@ def run(jobs: Sequence[Job], out: Path, *, keep_going: bool = False, workers: in
     except OSError as error:
         raise Refused(f"cannot write to {out}: {error.strerror}") from error
     failed = False
+    call: Callable[..., Ran]
 
     def execute(number: int, job: Job) -> Ran | None:
         nonlocal failed
         if failed and not keep_going:
             return None
         title = f"[{number}/{len(jobs)}] {job.notebook.stem}"
-        ran = _execute(job, out / job.notebook.name, title)
+        ran = call(_execute, job, out / job.notebook.name, title)
         failed = failed or ran.failure is not None
         return ran
 
     if workers == 1:
+        call = _call
         done = [execute(*numbered) for numbered in enumerate(jobs, 1)]
-    else:
-        with ThreadPoolExecutor(workers) as pool:
+    else:  # papermill changes the working directory, which threads would share
+        spawn = get_context("spawn")
+        with (
+            ProcessPoolExecutor(workers, mp_context=spawn) as processes,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            call = partial(_in_process, processes)
             done = list(pool.map(execute, range(1, len(jobs) + 1), jobs))
     return [ran for ran in done if ran is not None]
+
+
+def _call(execute: Callable[..., Ran], *arguments: Any) -> Ran:
+    return execute(*arguments)
+
+
+def _in_process(
+    processes: ProcessPoolExecutor, execute: Callable[..., Ran], *arguments: Any
+) -> Ran:
+    return processes.submit(execute, *arguments).result()
 
 
 def store(notebooks: Sequence[Path]) -> list[Ran]:
@@ -192,14 +211,14 @@ def _execute(job: Job, target: Path, title: str) -> Ran:
     """Run one notebook into a hidden file beside `target`, then move it there."""
     import papermill
 
-    partial = target.with_name(f".running-{target.name}")
+    unfinished = target.with_name(f".running-{target.name}")
     live = sys.stderr.isatty()
     bar = {"desc": title, "mininterval": 0.1 if live else 60.0, "dynamic_ncols": live}
     failure, start = None, time.perf_counter()
     try:
         papermill.execute_notebook(
             str(job.notebook),
-            str(partial),
+            str(unfinished),
             parameters=job.parameters,
             kernel_name="python3",
             language="python",
@@ -208,12 +227,12 @@ def _execute(job: Job, target: Path, title: str) -> Ran:
             kernel_manager_class=_this_interpreter(),
         )
     except Exception as error:  # a dead kernel, a cell's error, a time-out: all end one notebook
-        failure = f"{job.notebook.stem}: {_failing_cell(partial)}: {_last_line(error)}"
+        failure = f"{job.notebook.stem}: {_failing_cell(unfinished)}: {_last_line(error)}"
     finally:
-        written = partial.exists() and sys.exc_info()[0] is None
+        written = unfinished.exists() and sys.exc_info()[0] is None
         if written:
-            partial.replace(target)
-        partial.unlink(missing_ok=True)
+            unfinished.replace(target)
+        unfinished.unlink(missing_ok=True)
     return Ran(job.notebook, target if written else None, time.perf_counter() - start, failure)
 
 

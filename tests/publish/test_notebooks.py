@@ -238,8 +238,9 @@ def test_a_notebook_that_fails_is_not_stored(write_notebook) -> None:
 
 
 def test_two_at_a_time_each_has_its_own_parameters_and_a_failure_stops_what_has_not_begun(
-    write_notebook, tmp_path
+    write_notebook, tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     paths = [
         write_notebook("01_a", "import time; time.sleep(1); print(seed)", parameters="seed = 1"),
         write_notebook("02_b", "raise ValueError('broken')", parameters="seed = 2"),
@@ -247,11 +248,11 @@ def test_two_at_a_time_each_has_its_own_parameters_and_a_failure_stops_what_has_
         write_notebook("04_d", "print(seed)", parameters="seed = 4"),
     ]
     jobs = plan(paths, [])
-    done = nb.run(jobs, tmp_path / "all", keep_going=True, workers=2)
+    done = nb.run(jobs, Path("all"), keep_going=True, workers=2)
     assert [ran.notebook for ran in done] == paths
     assert [bool(ran.failure) for ran in done] == [False, True, False, False]
     printed = nbformat.read(tmp_path / "all" / "01_a.ipynb", as_version=4).cells[-1].outputs
     assert printed[0].text == "1\n"
-    stopped = nb.run(jobs, tmp_path / "some", workers=2)
+    stopped = nb.run(jobs, Path("some"), workers=2)
     assert paths[1] in [ran.notebook for ran in stopped if ran.failure]
     assert len(stopped) < len(paths)
