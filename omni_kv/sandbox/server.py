@@ -29,8 +29,14 @@ from pathlib import Path
 _IMPORTED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "cloudpickle")
 #: What may differ between server and child: read when it is needed, not when torch is imported,
 #: or of no account where there is no GPU.
-_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "PYTHONPATH", "PWD")
-_NO_ACCOUNT = ("CUDA_VISIBLE_DEVICES",)
+_MAY_DIFFER = {
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TMPDIR",
+    "PYTHONPATH",
+    "PWD",
+    "CUDA_VISIBLE_DEVICES",
+}
 _OURS = ("OMNI_KV_", "PYTEST_")
 _CODE = struct.Struct("i")
 
@@ -76,7 +82,7 @@ class ForkServer:
         Raises:
             OSError: if the server is gone.
         """
-        request = json.dumps({"folder": str(folder), "env": dict(env), "path": sys.path})
+        request = json.dumps({"env": dict(env), "path": sys.path})
         (folder / "request").write_text(request)
         ours, theirs = socket.socketpair()
         with ours:
@@ -128,11 +134,7 @@ def server_for(env: Mapping[str, str], usual: Mapping[str, str]) -> ForkServer |
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     """The part of an environment that torch may have looked at when it was imported."""
-    return {
-        k: v
-        for k, v in env.items()
-        if k not in (*_READ_LATER, *_NO_ACCOUNT) and not k.startswith(_OURS)
-    }
+    return {k: v for k, v in env.items() if k not in _MAY_DIFFER and not k.startswith(_OURS)}
 
 
 def _received(connection: socket.socket) -> int:

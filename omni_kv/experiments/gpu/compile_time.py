@@ -5,7 +5,7 @@ All fixes that fit the installed torch are in place together: what all cost boun
 A child process compiles every variant once, which is not counted: imports are done then, and C++
 or Triton kernels are built. After that it compiles in rounds, with empty graph caches; a round
 takes one sample of each variant, and a pair is what two variants took in one round. So the time of
-building kernels, the same with and without a fix, does not hide what a fix costs.
+building kernels does not hide what a fix costs the compiler.
 ``evidence.compile_times`` computes ratios.
 """
 
