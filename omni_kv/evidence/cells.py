@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -168,6 +168,48 @@ class GuardedRun(Strict):
     value_rows_keys: int | None = None
     agrees: bool | None = None
     seconds: float
+
+
+class NotebookRun(Strict):
+    """One run of a notebook in processes of its own, with a fresh compile cache.
+
+    Attributes:
+        name: unique within the record.
+        notebook: its number.
+        repeat: number of the run.
+        outcomes: what each of its experiments came to, by the name of the verdict.
+        failure: the last line that the command printed, if the notebook did not run to its end.
+        seconds: wall-clock time.
+    """
+
+    kind: Literal["notebook"] = "notebook"
+    name: str
+    notebook: str
+    repeat: int
+    outcomes: dict[str, dict[str, Any]]
+    failure: str | None = None
+    seconds: float
+
+
+class ReproductionRun(Strict):
+    """How a reproduction of ``upstream/`` ended.
+
+    Attributes:
+        name: unique within the record.
+        number: of its folder.
+        device: that it was given.
+        fix: name of the candidate fix that was in place; None without.
+        exit_code: 0 is right, 1 is wrong.
+        printed: what it printed.
+    """
+
+    kind: Literal["reproduction"] = "reproduction"
+    name: str
+    number: str
+    device: str
+    fix: str | None = None
+    exit_code: int
+    printed: list[str]
 
 
 class Clones(Strict):

@@ -33,7 +33,9 @@ from omni_kv.evidence.cells import (
     Clones,
     CrashRun,
     GuardedRun,
+    NotebookRun,
     Profile,
+    ReproductionRun,
     RolloutRun,
     SanitizerRun,
     Strict,
@@ -108,6 +110,8 @@ class Provenance(Strict):
 Cell = Annotated[
     CrashRun
     | GuardedRun
+    | NotebookRun
+    | ReproductionRun
     | AuditRun
     | SanitizerRun
     | Clones

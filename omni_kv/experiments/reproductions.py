@@ -113,19 +113,27 @@ def lines_of(number: str, *names: str) -> str:
     return re.sub(r"(?m)^(\S.* = .*)\n\n\n(?=\S.* = )", r"\1\n", text)
 
 
-def run(number: str, fix: str | None = None, timeout: float = 300.0) -> Ran:
+def takes_device(number: str) -> bool:
+    """Whether the reproduction takes the device as its argument; else it runs on a CPU only."""
+    return "sys.argv[1]" in (folder(number) / "repro.py").read_text(encoding="utf-8")
+
+
+def run(
+    number: str, fix: str | None = None, timeout: float = 300.0, device: str | None = None
+) -> Ran:
     """Run a reproduction in a child process, as ``python repro.py`` would.
 
     Args:
         number: of the reproduction.
         fix: name of a candidate fix to put in.
         timeout: seconds.
+        device: its argument, if it takes one; None for none.
 
     Raises:
         RuntimeError: if the child did not come back, or the torch does not have the fix's lines.
     """
-    script = str(folder(number) / "repro.py")
-    return run_isolated(_script, script, fix, timeout=timeout, fresh=True).unwrap()
+    argv = [str(folder(number) / "repro.py"), *([] if device is None else [device])]
+    return run_isolated(_script, argv, fix, timeout=timeout, fresh=True).unwrap()
 
 
 def run_all(wanted: Sequence[str], workers: int = 2) -> dict[tuple[str, str | None], Ran]:
@@ -190,15 +198,15 @@ def _expected(number: str) -> dict[str, dict]:  # type: ignore[type-arg]
     return tomllib.loads((folder(number) / "expected.toml").read_text(encoding="utf-8"))
 
 
-def _script(script: str, fix: str | None = None) -> Ran:
+def _script(argv: list[str], fix: str | None = None) -> Ran:
     printed = io.StringIO()
-    sys.argv = [script]
+    sys.argv = argv
     with contextlib.ExitStack() as stack:
         if fix is not None:
             stack.enter_context(installed(fix))
         stack.enter_context(contextlib.redirect_stdout(printed))
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(argv[0], run_name="__main__")
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -206,7 +214,7 @@ def _script(script: str, fix: str | None = None) -> Ran:
 
 
 def _script_and_counters(script: str) -> tuple[int, dict[str, int]]:
-    _script(script)
+    _script([script])
     from torch._dynamo.utils import ReinplaceCounters, counters
 
     return ReinplaceCounters.get_total_missed(), dict(counters["inductor"])

@@ -111,15 +111,16 @@ _server: ForkServer | None = None
 def server_for(env: Mapping[str, str], usual: Mapping[str, str]) -> ForkServer | None:
     """The server of this process, if a child with this environment may be a fork of it.
 
-    Where a GPU is in sight there is none: importing torch may touch it, and a fork could not use
-    it.
+    Where the child may see a GPU there is none: importing torch may touch it, and a fork could not
+    use it.
 
     Args:
         env: the child's environment.
         usual: that of most children. A server that does not fit is replaced for such a one only.
     """
     global _server
-    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+    nvidia = any(Path("/dev").glob("nvidia[0-9]*")) and env.get("CUDA_VISIBLE_DEVICES") != ""
+    if nvidia or Path("/dev/kfd").exists():
         return None
     with _lock:
         if _server is not None and _server.fits(env):

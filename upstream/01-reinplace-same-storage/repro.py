@@ -1,6 +1,7 @@
 """Two mutated arguments that share a storage but do not overlap: is the second one cloned?
 
 Exits with 0 if the custom op is handed both tensors themselves, with 1 if it is handed a copy.
+Takes the device as its argument, by default the CPU.
 """
 
 import os
@@ -15,6 +16,7 @@ os.environ.update(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE
 import torch
 from torch._dynamo.utils import ReinplaceCounters
 
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 ROWS, COLS = 64, 64
 received = []
 
@@ -33,19 +35,19 @@ def step(keys, values, x):
 def cloned(keys, values):
     """Names of the arguments of which the compiled function hands a copy to the op."""
     torch.compiler.reset()
-    torch.compile(step)(keys, values, torch.ones(COLS))
+    torch.compile(step)(keys, values, torch.ones(COLS, device=DEVICE))
     pointers = zip(("keys", "values"), received, (keys, values), strict=True)
     return [name for name, pointer, tensor in pointers if pointer != tensor.data_ptr()]
 
 
-# Three times the bytes of one half: what is read behind the storage is memory of this process.
-memory = bytearray(3 * ROWS * COLS * 4)
-kv = torch.frombuffer(memory, dtype=torch.float32, count=2 * ROWS * COLS).view(2, ROWS, COLS)
+# The storage is a part of a larger one: what is read behind it is memory of this process.
+storage = torch.zeros(3, ROWS, COLS, device=DEVICE).untyped_storage()[: 2 * ROWS * COLS * 4]
+kv = torch.empty(0, device=DEVICE).set_(storage, 0, (2, ROWS, COLS))
 
-separate = cloned(torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS))
+separate = cloned(*(torch.zeros(ROWS, COLS, device=DEVICE) for _ in range(2)))
 halves = cloned(kv[0], kv[1])
 missed = ReinplaceCounters.get_total_missed()  # of the last compilation
-print(f"torch {torch.__version__}")
+print(f"torch {torch.__version__}, {DEVICE}")
 print(f"two allocations:              cloned: {separate or 'nothing'}")
 print(f"two halves of one allocation: cloned: {halves or 'nothing'}")
 print(f"counted as missed opportunities to reinplace: {missed}")

@@ -1,6 +1,6 @@
 """Mutated views with a symbolic storage offset: does the op write where it should?
 
-Exits with 0 if K and V hold what was written to them, with 1 if not.
+Exits with 0 if K and V hold what was written to them, with 1 if not. Takes a device, or the CPU.
 """
 
 import os
@@ -12,6 +12,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.name
 
 import torch
 
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 COLS = 64
 
 
@@ -30,11 +31,11 @@ def in_graph(kv, x):
 
 
 def pool(rows):
-    # Three times the bytes of a half: torch before 2.13 also reads behind the storage.
-    memory = bytearray(3 * rows * COLS * 4)
-    kv = torch.frombuffer(memory, dtype=torch.float32, count=2 * rows * COLS)
-    kv[: rows * COLS], kv[rows * COLS :] = 1.0, 2.0
-    return kv.view(2, rows, COLS)
+    # Torch before 2.13 also reads behind the storage.
+    storage = torch.zeros(3, rows, COLS, device=DEVICE).untyped_storage()[: 2 * rows * COLS * 4]
+    kv = torch.empty(0, device=DEVICE).set_(storage, 0, (2, rows, COLS))
+    kv[0], kv[1] = 1.0, 2.0
+    return kv
 
 
 def check(title, fn, sizes, dynamic=None):
@@ -42,14 +43,15 @@ def check(title, fn, sizes, dynamic=None):
     compiled = torch.compile(fn, dynamic=dynamic)
     for rows in sizes:
         kv = pool(rows)
-        compiled(*(kv if fn is on_views else (kv,)), torch.full((COLS,), 5.0))
+        compiled(*(kv if fn is on_views else (kv,)), torch.full((COLS,), 5.0, device=DEVICE))
     print(f"{title}: K, V = {kv[0, :3, 0].tolist()}..., {kv[1, :3, 0].tolist()}...")
     expected = pool(rows)
     expected[0, 0], expected[1, 0] = 5.0, -5.0
     return torch.equal(kv, expected)
 
 
-print(f"torch {torch.__version__}; expected: K, V = [5.0, 1.0, 1.0]..., [-5.0, 2.0, 2.0]...")
+print(f"torch {torch.__version__}, {DEVICE}")
+print("expected: K, V = [5.0, 1.0, 1.0]..., [-5.0, 2.0, 2.0]...")
 results = [
     check("two halves as graph inputs, dynamic=True", on_views, [64], dynamic=True),
     check("two halves as graph inputs, default settings, second size", on_views, [64, 96]),

@@ -48,17 +48,24 @@ WITH = "every fix"
 VARIANTS = (WITHOUT, CONTROL, WITH)
 #: Rounds that share a child process.
 BLOCK = 8
+#: From here on a machine compiles several graphs side by side.
+MANY_CORES = 16
 
 
 def compile_time_units(plan: Plan) -> list[Unit]:
-    """One unit a graph and block of rounds."""
+    """One unit a graph and block of rounds.
+
+    A unit keeps one core busy. Where there are many cores and no GPU is measured, several run side
+    by side: what that does to the times, the control shows.
+    """
+    alone = plan.device != "cpu" or (os.cpu_count() or 1) < MANY_CORES
     units = []
     for first in range(0, plan.pairs, BLOCK):
         for graph, (_, _, every) in GRAPHS.items():
             rounds = [r for r in range(first, min(first + BLOCK, plan.pairs)) if r % every == 0]
             name = f"{graph}, rounds from {first}"
             run = functools.partial(_samples, plan, graph, rounds)
-            units.append(Unit(name, run, alone=True))
+            units.append(Unit(name, run, alone=alone))
     return units
 
 
