@@ -11,6 +11,8 @@ import os
 import sys
 import tempfile
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children are forks, which could not use a GPU
+
 import torch
 
 ROWS, COLS, HALF = 256, 64, 256 * 64 * 4  # a half is 64 KiB, whole pages everywhere

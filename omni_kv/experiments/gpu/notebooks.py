@@ -76,5 +76,5 @@ def _record(notebook: str, device: str) -> str | None:
     done = subprocess.run(
         [*command, "-p", "device", device], env=os.environ, capture_output=True, text=True
     )
-    said = (done.stderr + done.stdout).strip().splitlines() or ["nothing was printed"]
+    said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was printed"]
     return said[-1] if done.returncode else None
