@@ -33,16 +33,14 @@ from omni_kv.evidence.cells import (
     Clones,
     CrashRun,
     GuardedRun,
-    NotebookRun,
     Profile,
-    ReproductionRun,
     RolloutRun,
     SanitizerRun,
     Strict,
-    TestCounts,
     Timing,
 )
 from omni_kv.evidence.paths import project_dir, to_write
+from omni_kv.evidence.programs import NotebookRun, ReproductionRun, TestCounts
 
 SCHEMA_VERSION = 1
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]

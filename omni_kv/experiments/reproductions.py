@@ -133,7 +133,9 @@ def run(
         RuntimeError: if the child did not come back, or the torch does not have the fix's lines.
     """
     argv = [str(folder(number) / "repro.py"), *([] if device is None else [device])]
-    return run_isolated(_script, argv, fix, timeout=timeout, fresh=True).unwrap()
+    # One that takes no device forks, and beside a GPU what a fix imports makes forks of no use.
+    env = {} if takes_device(number) else {"CUDA_VISIBLE_DEVICES": ""}
+    return run_isolated(_script, argv, fix, timeout=timeout, env=env, fresh=True).unwrap()
 
 
 def run_all(wanted: Sequence[str], workers: int = 2) -> dict[tuple[str, str | None], Ran]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from omni_kv.evidence.programs import ReproductionRun
+from omni_kv.evidence.records import data_dir, read
 from omni_kv.upstream import diff
 from omni_kv.upstream.fixes import FIXES
 
@@ -25,6 +27,7 @@ def expected(folder: Path) -> dict:
 def run(*command: str) -> subprocess.CompletedProcess:
     # Each reproduction makes a compile cache of its own.
     env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    env["CUDA_VISIBLE_DEVICES"] = ""  # see upstream/README.md
     return subprocess.run(
         [sys.executable, *command], env=env, capture_output=True, text=True, timeout=300
     )
@@ -116,3 +119,20 @@ def test_a_patch_is_the_change_that_the_context_manager_makes(patch):
     name = expected(patch.parent)["fix"]["name"]
     assert name in FIXES
     assert patch.read_text() == diff(name)
+
+
+ON_A_GPU = read(data_dir() / "evidence" / "nvidia-h200-torch2.11.0" / "reproductions.json")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=by_name)
+def test_what_a_report_says_of_a_gpu_is_on_record(folder):
+    runs = [r for r in ON_A_GPU.of(ReproductionRun).values() if r.number == folder.name[:2]]
+    release = ON_A_GPU.provenance.torch.partition("+")[0]
+    told = re.findall(
+        r"`repro.py cuda` on an? ([^|]+) \| (\d) \|", (folder / "report.md").read_text()
+    )
+    seen = [(r.device, r.exit_code) for r in runs if r.fix is None]
+    assert seen == [("cuda" if told else "cpu", expected(folder)["exit_code"][release])]
+    assert told in ([], [(ON_A_GPU.provenance.device, str(seen[0][1]))])
+    with_fix = [r.exit_code for r in runs if r.fix is not None]
+    assert with_fix in ([], [expected(folder).get("fix", {}).get("exit_code", {}).get(release)])

@@ -31,7 +31,6 @@ def in_graph(kv, x):
 
 
 def pool(rows):
-    # Torch before 2.13 also reads behind the storage.
     storage = torch.zeros(3, rows, COLS, device=DEVICE).untyped_storage()[: 2 * rows * COLS * 4]
     kv = torch.empty(0, device=DEVICE).set_(storage, 0, (2, rows, COLS))
     kv[0], kv[1] = 1.0, 2.0

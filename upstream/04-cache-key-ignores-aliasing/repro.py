@@ -1,7 +1,6 @@
 """Is a cached artifact reused for inputs that share their storages in another way?
 
-Process 1 compiles for two halves of one allocation. Processes 2 (with its cache) and 3 run over two
-allocations, each in unmapped memory. Exits with 0 if both survive with right results, else with 1.
+Process 2 has the cache of 1. Exits with 0 if 2 and 3 survive with right results, else with 1.
 """
 
 import ctypes
@@ -12,7 +11,6 @@ import sys
 import tempfile
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children are forks, which could not use a GPU
-
 import torch
 
 ROWS, COLS, HALF = 256, 64, 256 * 64 * 4  # a half is 64 KiB, whole pages everywhere

@@ -1,7 +1,6 @@
 """Is a compiled function recompiled when its inputs no longer share a storage?
 
-The first call gets two halves of one allocation, the second two allocations in unmapped memory.
-Exits with 0 if the second survives with right results, with 1 if not.
+The two allocations lie in unmapped memory. Exits with 0 if results are right, else with 1.
 """
 
 import ctypes
@@ -12,7 +11,6 @@ import sys
 import tempfile
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children are forks, which could not use a GPU
-
 import torch
 
 ROWS, COLS, HALF = 256, 64, 256 * 64 * 4  # a half is 64 KiB, whole pages everywhere

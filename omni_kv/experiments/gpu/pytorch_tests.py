@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from omni_kv.evidence.cells import TestCounts
+from omni_kv.evidence.programs import TestCounts
 from omni_kv.experiments.gpu.plan import Plan, Unit
 from omni_kv.experiments.gpu.tests_plugin import FIX_VARIABLE, LINES_VARIABLE, add_line, read_lines
 from omni_kv.upstream.fixes import FIXES

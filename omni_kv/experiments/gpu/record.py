@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from omni_kv.evidence.cells import CrashCase, ReproductionRun, Strict, Timing
+from omni_kv.evidence.cells import CrashCase, Strict, Timing
 from omni_kv.evidence.compile_times import ratio_lines
 from omni_kv.evidence.records import (
     EvidenceError,
@@ -33,7 +33,6 @@ from omni_kv.evidence.records import (
     read,
     write,
 )
-from omni_kv.experiments import reproductions
 from omni_kv.experiments.gpu import bench, fixed
 from omni_kv.experiments.gpu import step as gpu_measure
 from omni_kv.experiments.gpu import trials as gpu_trials
@@ -41,8 +40,8 @@ from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
 from omni_kv.experiments.gpu.compile_time import compile_time_units
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
-from omni_kv.experiments.gpu.notebooks import notebook_units
 from omni_kv.experiments.gpu.plan import Plan, Unit
+from omni_kv.experiments.gpu.programs import notebook_units, reproduction_units
 from omni_kv.experiments.gpu.pytorch_tests import pytorch_tests_units
 from omni_kv.experiments.gpu.sanitizer import sanitizer_run
 from omni_kv.experiments.gpu.step import for_backend
@@ -118,7 +117,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
     ]
     found["compile-time"] = compile_time_units(plan)
     found["notebooks"] = notebook_units(plan)
-    found["reproductions"] = _reproduction_units(plan)
+    found["reproductions"] = reproduction_units(plan)
     found["live"] = [_measured(plan, fastest, "measure_live", fastest, plan.samples, plan.chunks)]
     return found
 
@@ -334,36 +333,6 @@ def _crash(plan: Plan, name: str, case: CrashCase, twin: bool) -> list[Strict]:
 
 def _guarded(plan: Plan, label: str, repeat: int) -> list[Strict]:
     return [guarded_run(label, repeat, plan.device)]
-
-
-def _reproduction_units(plan: Plan) -> list[Unit]:
-    """On the CPU each, and on the GPU those that take a device; with the fix that fits, too."""
-    units = []
-    for number in reproductions.numbers():
-        other = plan.device != "cpu" and reproductions.takes_device(number)
-        fixed = reproductions.recorded(number, fixed=True) is not None
-        for device in ("cpu", plan.device) if other else ("cpu",):
-            for fix in (None, reproductions.fix_of(number)) if fixed else (None,):
-                name = f"{number}, {device}" + (f", {fix}" if fix else "")
-                run = functools.partial(_reproduction, name, number, device, fix)
-                # 06 takes times.
-                units.append(Unit(name, run, alone=not reproductions.takes_device(number)))
-    return units
-
-
-def _reproduction(name: str, number: str, device: str, fix: str | None) -> list[Strict]:
-    argument = device if reproductions.takes_device(number) else None
-    ran = reproductions.run(number, fix, device=argument)
-    return [
-        ReproductionRun(
-            name=name,
-            number=number,
-            device=device,
-            fix=fix,
-            exit_code=ran.exit_code,
-            printed=ran.printed.splitlines(),
-        )
-    ]
 
 
 def _audit(name: str) -> list[Strict]:

@@ -1,4 +1,4 @@
-"""Whole notebooks, run again and again on one device: do they come to the same each time?"""
+"""Whole programs on one device: notebooks, again and again, and the reproductions of faults."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from omni_kv.evidence import verdicts
-from omni_kv.evidence.cells import NotebookRun
+from omni_kv.evidence.programs import NotebookRun, ReproductionRun
 from omni_kv.evidence.records import DATA_VARIABLE, data_dir
+from omni_kv.experiments import reproductions
 from omni_kv.experiments.gpu.plan import Plan, Unit
 from omni_kv.sandbox.process import run_isolated
 
@@ -78,3 +79,32 @@ def _record(notebook: str, device: str) -> str | None:
     )
     said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was printed"]
     return said[-1] if done.returncode else None
+
+
+def reproduction_units(plan: Plan) -> list[Unit]:
+    """On the plan's device, with the fix too; those that take no device on the CPU, without it."""
+    units = []
+    for number in reproductions.numbers():
+        takes = reproductions.takes_device(number)
+        device = plan.device if takes else "cpu"
+        fixed = takes and reproductions.recorded(number, fixed=True) is not None
+        for fix in (None, reproductions.fix_of(number)) if fixed else (None,):
+            name = f"{number}, {device}" + (f", {fix}" if fix else "")
+            run = partial(_reproduction, name, number, device, fix)
+            units.append(Unit(name, run, alone=not takes))  # one takes times
+    return units
+
+
+def _reproduction(name: str, number: str, device: str, fix: str | None) -> list[ReproductionRun]:
+    argument = device if reproductions.takes_device(number) else None
+    ran = reproductions.run(number, fix, device=argument)
+    return [
+        ReproductionRun(
+            name=name,
+            number=number,
+            device=device,
+            fix=fix,
+            exit_code=ran.exit_code,
+            printed=ran.printed.splitlines(),
+        )
+    ]
