@@ -104,8 +104,8 @@ def _source_path(module: str) -> Path:
 
 def _replace_definitions(module: ModuleType, old: str, new: str) -> list[tuple[Any, str, Any]]:
     """Define what differs between two sources of a module, and say what it replaced."""
-    before = {key: ast.dump(node) for key, _, node in _definitions(old)}
-    changed = [d for d in _definitions(new) if before.get(d[0]) != ast.dump(d[2])]
+    before = {key: ast.dump(node) for key, _, node in definitions(old)}
+    changed = [d for d in definitions(new) if before.get(d[0]) != ast.dump(d[2])]
     _forget_lowerings(module, {node.name for _, _, node in changed})
     replaced = []
     for _, holder_name, node in changed:
@@ -134,7 +134,7 @@ def _forget_lowerings(module: ModuleType, names: set[str]) -> None:
             del registered[target]
 
 
-def _definitions(source: str) -> Iterator[tuple[tuple[str, str, int], str, ast.FunctionDef]]:
+def definitions(source: str) -> Iterator[tuple[tuple[str, str, int], str, ast.FunctionDef]]:
     """Functions of a module and methods of its classes: key, class name or "", and node."""
     seen: dict[tuple[str, str], int] = {}
     for outer in ast.parse(source).body:

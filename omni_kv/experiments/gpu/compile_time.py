@@ -90,7 +90,7 @@ def compile_seconds(
     g = for_backend(geometry, backend).replace(num_layers=layers)
     samples = []
     with torch.no_grad(), graph_caches_off():
-        fn, inputs = _call(g, device, backend, layers, layout)
+        fn, inputs = graph_call(g, device, backend, layers, layout)
         for variant in VARIANTS:
             _taken(fn, inputs, device, variant)
         for number in rounds:
@@ -100,9 +100,10 @@ def compile_seconds(
     return samples
 
 
-def _call(
+def graph_call(
     geometry: Geometry, device: str, backend: str, layers: int, layout: Layout
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is compiled, a layer or the model, and its inputs."""
     pools = _pools(geometry, layout, device)
     if layers == 1:
         block, arguments = layer_call(geometry, device=device, backend=backend)

@@ -37,6 +37,7 @@ from omni_kv.experiments.gpu import bench, fixed
 from omni_kv.experiments.gpu import step as gpu_measure
 from omni_kv.experiments.gpu import trials as gpu_trials
 from omni_kv.experiments.gpu.cases import CRASHES, ENGINE, EXPANDABLE
+from omni_kv.experiments.gpu.compile_share import compile_share_units
 from omni_kv.experiments.gpu.compile_time import compile_time_units
 from omni_kv.experiments.gpu.crash import crash_run
 from omni_kv.experiments.gpu.guarded import REPEATS, guarded_cases, guarded_run
@@ -63,7 +64,7 @@ AUDITED = (
 #: Children that compile and crash side by side; measurements run alone.
 WORKERS = 14
 #: Recorded where they are named only: the notebook's short form of "step" and "rollout", and hours.
-BY_NAME = ("live", "compile-time", "notebooks", "reproductions")
+BY_NAME = ("live", "compile-time", "compile-share", "notebooks", "reproductions")
 
 
 class RecordRefused(ValueError):
@@ -116,6 +117,7 @@ def experiments(plan: Plan) -> dict[str, list[Unit]]:
         for backend in backends
     ]
     found["compile-time"] = compile_time_units(plan)
+    found["compile-share"] = compile_share_units(plan)
     found["notebooks"] = notebook_units(plan)
     found["reproductions"] = reproduction_units(plan)
     found["live"] = [_measured(plan, fastest, "measure_live", fastest, plan.samples, plan.chunks)]
