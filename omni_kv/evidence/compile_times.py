@@ -52,15 +52,16 @@ def share_name(graph: str, variant: str, part: str) -> str:
 
 
 def share_lines(record: Record) -> list[str]:
-    """One line a graph: what the functions that the fixes change take, with them and without."""
+    """One line a graph: what the functions that the fixes change take, with them and without.
+
+    Of several compilations the shortest counts: what else runs on a machine only adds.
+    """
     lines = []
     cells = record.of(Timing)
     for graph in dict.fromkeys(name.partition(": ")[0] for name in cells):
         variants = list(dict.fromkeys(n.split(": ")[1] for n in cells if n.startswith(graph + ":")))
-        own = {
-            v: statistics.median(cells[share_name(graph, v, "changed")].seconds) for v in variants
-        }
-        whole = statistics.median(cells[share_name(graph, WITHOUT, "all")].seconds)
+        own = {v: min(cells[share_name(graph, v, "changed")].seconds) for v in variants}
+        whole = min(cells[share_name(graph, WITHOUT, "all")].seconds)
         told = ", ".join(f"{1000 * seconds:.2f} ms {v}" for v, seconds in own.items())
         more = max(own[v] for v in own if v != WITHOUT) - own[WITHOUT]
         lines.append(f"{graph}: {told}, of {whole:.2f} s: {more / whole:+.3%} of compiling")

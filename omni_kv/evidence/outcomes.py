@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -121,17 +122,20 @@ def _crashes(records: Sequence[Record]) -> Iterator[str]:
     from omni_kv.evidence.cells import CrashRun
 
     for layout, told in (("shared", "one allocation"), ("separate", "two allocations")):
-        runs = [
-            run.outcome
+        found = [
+            (record.experiment, run.outcome)
             for record in records
             for run in record.of(CrashRun).values()
             if run.case.compiled and run.case.layout == layout and run.case.cache == "fresh"
         ]
-        if runs:
-            counted = (f"{runs.count(how)} times {how}" for how in dict.fromkeys(sorted(runs)))
+        if found:
+            made = Counter(experiment for experiment, _ in found)
+            ended = Counter(how for _, how in sorted(found, key=lambda run: run[1]))
             yield (
-                f"Over {told}, {len(runs)} compiled runs with a fresh cache, chosen to differ in "
-                f"size, allocator and neighbours (no sample, so no odds): {', '.join(counted)}."
+                f"Over {told}, {len(found)} compiled runs with a fresh cache "
+                f"({', '.join(f'{n} of {name}' for name, n in made.items())}), chosen to differ in "
+                "size, allocator and neighbours (no sample, so no odds): "
+                f"{', '.join(f'{n} times {how}' for how, n in ended.items())}."
             )
 
 

@@ -300,6 +300,32 @@ def test_a_run_is_read_off_the_executed_notebook(tmp_path: Path) -> None:
     assert run.parameters == {"seed": 7}
     assert (run.as_recorded, run.no_record, run.changed) == (("98.a",), ("98.b",), ())
     assert not run.failed
+    assert run.read == ()
+
+
+@pytest.mark.parametrize(
+    ("tag", "parameters", "read"),
+    [
+        ("recorded", {"device": "cuda"}, True),
+        ("recorded-without-gpu", {}, True),
+        ("recorded-without-gpu", {"device": "cuda"}, False),
+        ("recorded-without-gpu", {"preset": "tiny"}, False),
+        ("remove-input", {}, False),
+    ],
+)
+def test_what_is_read_from_a_record_does_not_count_as_a_run(tmp_path, tag, parameters, read):
+    line = "97.a: as recorded for this torch release\n"
+    printed = nbformat.v4.new_output("stream", name="stdout", text=line)
+    nb = nbformat.v4.new_notebook(metadata={"papermill": {"parameters": parameters}})
+    nb.cells = [
+        nbformat.v4.new_code_cell(
+            'device, preset = "cpu", "full"\ndevice = "cpu"', metadata={"tags": ["parameters"]}
+        ),
+        nbformat.v4.new_code_cell("", outputs=[printed], metadata={"tags": [tag]}),
+    ]
+    nbformat.write(nb, tmp_path / "97_records.ipynb")
+    run = run_of(tmp_path / "97_records.ipynb")
+    assert (run.read, run.as_recorded) == ((("97.a",), ()) if read else ((), ("97.a",)))
 
 
 def test_the_outcome_is_computed_from_the_records(data: Path) -> None:

@@ -166,6 +166,7 @@ def _live(run: Run) -> tuple[str, str]:
     told = f"live, for this report: {run.device}, torch {verdicts.torch_release()}"
     told += f", {run.date}" if run.date else ""
     told += f"; {len(run.as_recorded)} outcomes as recorded" if run.as_recorded else ""
+    told += f"; {len(run.read)} outcomes read from a record" if run.read else ""
     told += f", {len(run.no_record)} without a record" if run.no_record else ""
     told += f", **{len(run.changed)} not as recorded**" if run.changed else ""
     told += ", **a cell failed**" if run.failed else ""

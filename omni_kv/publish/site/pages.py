@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class Run:
         parameters: what it ran with: the defaults of its parameters cell and what papermill set.
         seconds: how long it ran, if papermill noted it.
         date: when it ran, ``YYYY-MM-DD``; empty if unknown.
-        as_recorded: verdicts that came out as recorded.
+        as_recorded: verdicts of what ran that came out as recorded.
+        read: verdicts of what was read from a record and not run.
         no_record: verdicts without a record to hold them against.
         changed: verdicts that came out differently.
         failed: whether a cell raised.
@@ -44,6 +46,7 @@ class Run:
     seconds: float | None
     date: str
     as_recorded: tuple[str, ...]
+    read: tuple[str, ...]
     no_record: tuple[str, ...]
     changed: tuple[str, ...]
     failed: bool
@@ -71,26 +74,42 @@ def run_of(path: Path) -> Run:
     heading = re.search(r"^# +(.+)$", first, re.MULTILINE)
     notes = nb.metadata.get("papermill", {})
     defaults = {name: p.default for name, p in parameters_of(path).items()}
-    printed = "\n".join(
-        output.get("text", "")
-        for cell in nb.cells
-        for output in cell.get("outputs", [])
-        if output.output_type == "stream"
-    )
+    parameters = defaults | dict(notes.get("parameters", {}))
+    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
+    read = _printed([cell for cell in cells if _is_recorded(cell, parameters)])
+    ran = _printed([cell for cell in cells if not _is_recorded(cell, parameters)])
     errors = [o for c in nb.cells for o in c.get("outputs", []) if o.output_type == "error"]
     return Run(
         stem=path.stem,
         title=heading[1].strip() if heading else path.stem,
         question=_paragraph(first, "The question."),
         time=_paragraph(first, "Time."),
-        parameters=defaults | dict(notes.get("parameters", {})),
+        parameters=parameters,
         seconds=notes.get("duration"),
         date=str(notes.get("start_time") or "")[:10],
-        as_recorded=tuple(AS_RECORDED.findall(printed)),
-        no_record=tuple(NO_RECORD.findall(printed)),
-        changed=tuple(CHANGED.findall(printed)),
+        as_recorded=tuple(AS_RECORDED.findall(ran)),
+        read=tuple(AS_RECORDED.findall(read)),
+        no_record=tuple(NO_RECORD.findall(ran + read)),
+        changed=tuple(CHANGED.findall(ran + read)),
         failed=bool(errors),
     )
+
+
+def _printed(cells: Sequence[nbformat.NotebookNode]) -> str:
+    """What cells printed, a line a line."""
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    return "".join(f"{o.text}\n" for o in outputs if o.output_type == "stream")
+
+
+def _is_recorded(cell: nbformat.NotebookNode, parameters: dict[str, Any]) -> bool:
+    """Whether a cell shows what was recorded, by its tag and what the notebook ran with.
+
+    Notebooks 06 and 07 measure themselves on a GPU, and with the preset ``tiny``.
+    """
+    tags = cell.metadata.get("tags", [])
+    device, preset = (str(parameters.get(name, "")) for name in ("device", "preset"))
+    without = "recorded-without-gpu" in tags and device == "cpu" and preset != "tiny"
+    return "recorded" in tags or without
 
 
 def _paragraph(text: str, label: str) -> str:
@@ -120,14 +139,12 @@ def for_site(path: Path, run: Run, target: Path, *, paged: bool = False) -> None
 def _settle_tags(cell: nbformat.NotebookNode, run: Run) -> None:
     """Make ``recorded-without-gpu`` into ``recorded``, or drop it where the run measured itself.
 
-    Notebooks 06 and 07 do so on a GPU, and with the preset ``tiny``. A tag becomes a class of HTML,
-    which the site shows (``recorded.css``).
+    A tag becomes a class of HTML, which the site shows (``recorded.css``).
     """
-    tags = cell.metadata.get("tags", [])
-    if "recorded-without-gpu" in tags:
-        tags.remove("recorded-without-gpu")
-        device, preset = (str(run.parameters.get(name, "")) for name in ("device", "preset"))
-        tags += ["recorded"] if device == "cpu" and preset != "tiny" else []
+    recorded = _is_recorded(cell, run.parameters)
+    if "recorded-without-gpu" in cell.metadata.get("tags", []):
+        cell.metadata.tags.remove("recorded-without-gpu")
+        cell.metadata.tags += ["recorded"] if recorded else []
 
 
 def _texts_of_pictures(cell: nbformat.NotebookNode) -> None:
@@ -171,6 +188,7 @@ def _verdicts(run: Run) -> str:
     parts = []
     for names, words in (
         (run.as_recorded, "as recorded for this torch release"),
+        (run.read, "read from a record"),
         (run.no_record, "without a record"),
         (run.changed, "**not as recorded**"),
     ):
