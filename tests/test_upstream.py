@@ -187,6 +187,7 @@ def test_a_fix_that_this_torch_does_not_know_is_refused_by_the_command(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.compiles
 def test_the_command_runs_the_script_with_its_arguments_and_exit_code(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(len(sys.argv))")

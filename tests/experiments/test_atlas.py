@@ -211,6 +211,7 @@ def test_a_stopped_run_goes_on_at_the_cell_where_it_stopped(tmp_path, monkeypatc
     assert not list(tmp_path.glob("*.part.json"))
 
 
+@pytest.mark.compiles
 def test_a_release_that_cannot_be_installed_is_skipped_and_leaves_nothing(tmp_path, monkeypatch):
     import subprocess
 

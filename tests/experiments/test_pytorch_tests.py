@@ -76,6 +76,7 @@ def test_a_run_out_of_time_says_in_which_test_and_what_was_left(tmp_path):
     assert found.without == {"passed": 1, "timed out": 1, "not run": 1}
 
 
+@pytest.mark.compiles
 def test_a_fix_that_does_not_fit_is_not_run_as_if_it_did(tmp_path):
     path = tmp_path / "test_trial.py"
     path.write_text("def test(): pass\n")

@@ -237,6 +237,7 @@ def test_a_notebook_that_fails_is_not_stored(write_notebook) -> None:
     assert path.read_text() == before
 
 
+@pytest.mark.compiles
 def test_two_at_a_time_each_has_its_own_parameters_and_a_failure_stops_what_has_not_begun(
     write_notebook, tmp_path, monkeypatch
 ) -> None:
