@@ -28,6 +28,7 @@ _REINPLACE = "torch._inductor.fx_passes.reinplace"
 _LOWERING = "torch._inductor.lowering"
 _CODECACHE = "torch._inductor.codecache"
 _WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
+_PROXIES = "torch.fx.experimental.proxy_tensor"
 
 
 FIXES["overlap-check"] = (
@@ -233,6 +234,22 @@ FIXES["symbolic-synthetic-base"] = (
             storage = example_alias.untyped_storage()
             numel = storage.nbytes() // example_alias.element_size()
             synthetic_base.set_(storage, 0, (numel,), (1,))
+""",
+        ),
+        Change(
+            _PROXIES,
+            """\
+    if isinstance(out, py_sym_types):
+        p_out_thunk = thunkify(
+""",
+            """\
+    # The value of an argument, as in 0 + s, is no new one. Values are also found by
+    # their expression: s would then be computed from itself.
+    is_arg = any(
+        isinstance(arg, py_sym_types) and arg.node.expr == out.node.expr for arg in args
+    )
+    if isinstance(out, py_sym_types) and not is_arg:
+        p_out_thunk = thunkify(
 """,
         ),
     ),
