@@ -38,6 +38,7 @@ _MAY_DIFFER = {
     "CUDA_VISIBLE_DEVICES",
 }
 _OURS = ("OMNI_KV_", "PYTEST_")
+_DEVICES = Path("/dev")
 _CODE = struct.Struct("i")
 
 
@@ -119,8 +120,8 @@ def server_for(env: Mapping[str, str], usual: Mapping[str, str]) -> ForkServer |
         usual: that of most children. A server that does not fit is replaced for such a one only.
     """
     global _server
-    nvidia = any(Path("/dev").glob("nvidia[0-9]*")) and env.get("CUDA_VISIBLE_DEVICES") != ""
-    if nvidia or Path("/dev/kfd").exists():
+    nvidia = any(_DEVICES.glob("nvidia[0-9]*")) and env.get("CUDA_VISIBLE_DEVICES") != ""
+    if nvidia or (_DEVICES / "kfd").exists():
         return None
     with _lock:
         if _server is not None and _server.fits(env):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from omni_kv.sandbox import server
 from omni_kv.sandbox.process import run_all, run_dealt, run_isolated
 
 pytestmark = pytest.mark.compiles
@@ -275,3 +276,25 @@ def test_the_server_ends_with_its_parent_and_leaves_no_folder(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
     _gone(int(done.stdout))
     assert not list(elsewhere.glob("omni-kv-server-*"))
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "forked"),
+    [
+        ("nvidia0", None, False),
+        ("nvidia0", "0", False),
+        ("nvidia0", "", True),
+        ("nvidiactl", None, True),
+        ("kfd", "", False),
+    ],
+)
+def test_a_child_that_may_see_a_gpu_is_no_fork(
+    tmp_path_factory, monkeypatch, device, visible, forked
+):
+    devices = tmp_path_factory.mktemp("dev")
+    (devices / device).touch()
+    monkeypatch.setattr(server, "_DEVICES", devices)
+    monkeypatch.setattr(server, "ForkServer", lambda env: "a server")
+    monkeypatch.setattr(server, "_server", None)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert (server.server_for(env, {}) == "a server") == forked
