@@ -222,27 +222,25 @@ class FxGraphHashDetails:
 )
 
 
-FIXES["symbolic-synthetic-base"] = (
-    (
-        Change(
-            _WRAPPERS,
-            """\
+_EXPLICIT_SIZES = Change(
+    _WRAPPERS,
+    """\
             synthetic_base.set_(example_alias.untyped_storage())
 """,
-            """\
+    """\
             # With explicit sizes, since the storage's size may be symbolic.
             storage = example_alias.untyped_storage()
             numel = storage.nbytes() // example_alias.element_size()
             synthetic_base.set_(storage, 0, (numel,), (1,))
 """,
-        ),
-        Change(
-            _PROXIES,
-            """\
+)
+_NO_VALUE_FROM_ITSELF = Change(
+    _PROXIES,
+    """\
     if isinstance(out, py_sym_types):
         p_out_thunk = thunkify(
 """,
-            """\
+    """\
     # The value of an argument, as in 0 + s, is no new one. Values are also found by
     # their expression: s would then be computed from itself.
     is_arg = any(
@@ -251,6 +249,10 @@ FIXES["symbolic-synthetic-base"] = (
     if isinstance(out, py_sym_types) and not is_arg:
         p_out_thunk = thunkify(
 """,
-        ),
-    ),
+)
+_PRODUCTS = "    # sympy Mul and Add are n-ary, but the handlers they map to (operator.mul,\n"
+FIXES["symbolic-synthetic-base"] = (
+    # What is not recorded is built from its expression, which may be a product of three.
+    (_EXPLICIT_SIZES, _NO_VALUE_FROM_ITSELF, Change(_PROXIES, _PRODUCTS, _PRODUCTS)),
+    (_EXPLICIT_SIZES,),
 )
