@@ -379,7 +379,7 @@ SIDEWAYS = "document.documentElement.scrollWidth > innerWidth"
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390], ids=["wide", "phone"])
+@pytest.mark.parametrize("width", [1280, 1010, 390], ids=["wide", "between", "phone"])
 def test_a_browser_shows_every_page_without_a_complaint(
     site: Path, browser: Browser, complaints: list[str], width: int, scheme: str
 ) -> None:
