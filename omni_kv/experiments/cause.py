@@ -7,6 +7,7 @@ and then one element earlier.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -216,8 +217,8 @@ ALIGNED = 16
 
 
 def workers_for(device: str) -> int:
-    """How many children work side by side; on a GPU each of them waits for more of its own."""
-    return 2 if device == "cpu" else 6
+    """How many children work side by side; on a GPU each of them waits for one of its own."""
+    return 2 if device == "cpu" else max(2, len(os.sched_getaffinity(0)) - 1)
 
 
 def died_outside(ended: str) -> bool:

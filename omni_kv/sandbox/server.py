@@ -1,9 +1,10 @@
 """A fork server, as in ``multiprocessing``: children that need not import torch again.
 
-Most of a child's processor time goes into importing torch and Inductor. The server is a process
-that has imported them and done nothing else, and each child is a fork of it, with an environment,
-a folder and a session of its own. The standard library's server would run the caller's
-``__main__`` again and keeps one environment for all.
+Most of a child's processor time goes into importing torch and Inductor, and into what Inductor
+does once a process. The server is a process that has imported them and compiled one function of no
+interest, and each child is a fork of it, with an environment, a folder and a session of its own.
+The standard library's server would run the caller's ``__main__`` again and keeps one environment
+for all.
 """
 
 from __future__ import annotations
@@ -167,6 +168,29 @@ def share_precompiled_headers(tmp: Path) -> None:
         return
 
 
+def compile_once(cache: Path) -> None:
+    """Do what Inductor does once a process, so that no child need do it again; leave no graph.
+
+    It reads all of its source for the key of its cache, traces its patterns, and asks the C++
+    compiler what it can: together they take longer than compiling a small function does.
+    """
+    import torch
+    import torch._inductor.config as inductor_config
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+    from tqdm import tqdm
+
+    if inductor_config.compile_threads != 1:  # it would start workers, which a fork has not
+        return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    tqdm.monitor_interval = 0  # Inductor counts with it, and it would start a thread
+    with torch.no_grad():
+        torch.compile(lambda x: (x + 17).cos())(torch.zeros(3))
+    torch.compiler.reset()
+    counters.clear()
+    metrics.reset()
+
+
 def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
     """The server's side: import torch, then fork for every request until the parent is gone."""
     with tempfile.TemporaryDirectory(prefix="omni-kv-server-") as folder:
@@ -175,6 +199,8 @@ def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
         for name in _IMPORTED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        with contextlib.suppress(Exception):  # there is no C++ compiler, say
+            compile_once(Path(folder) / "cache")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
         while True:
             content, (*connections,), _, _ = socket.recv_fds(requests, 4096, 1)

@@ -201,8 +201,9 @@ def test_a_fork_of_the_server_is_what_a_fresh_interpreter_would_be():
     def state():
         import sys
 
+        from torch._dynamo.convert_frame import FRAME_COUNTER
         from torch._dynamo.utils import counters
-        from torch._inductor import config
+        from torch._inductor import config, metrics
 
         main = sys.modules["__main__"].__spec__.name
         own = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FRESH")
@@ -215,6 +216,8 @@ def test_a_fork_of_the_server_is_what_a_fresh_interpreter_would_be():
             signal.getsignal(signal.SIGCHLD),
             (torch.get_num_threads(), torch.is_grad_enabled()),
             dict(counters),
+            FRAME_COUNTER,
+            (metrics.generated_kernel_count, metrics.ir_nodes_pre_fusion),
             config.save_config_portable(),
         ]
 
