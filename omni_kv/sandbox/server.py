@@ -1,8 +1,9 @@
 """A fork server, as in ``multiprocessing``: children that need not import torch again.
 
 Most of a child's processor time goes into importing torch and Inductor, and into what Inductor
-does once a process. The server is a process that has imported them and compiled one function of no
-interest, and each child is a fork of it, with an environment, a folder and a session of its own.
+does once a process. The server is a process that has imported them and, once several children were
+asked for, compiled one function of no interest; each child is a fork of it, with an environment, a
+folder and a session of its own.
 The standard library's server would run the caller's ``__main__`` again and keeps one environment
 for all.
 """
@@ -13,6 +14,7 @@ import atexit
 import contextlib
 import getpass
 import importlib
+import itertools
 import json
 import os
 import select
@@ -39,6 +41,9 @@ _MAY_DIFFER = {
     "CUDA_VISIBLE_DEVICES",
 }
 _OURS = ("OMNI_KV_", "PYTEST_")
+#: So many children do by themselves what Inductor does once a process: for fewer, or for such as
+#: compile nothing, it would be done in vain.
+COLD = 2
 _DEVICES = Path("/dev")
 _CODE = struct.Struct("i")
 
@@ -199,13 +204,16 @@ def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
         for name in _IMPORTED:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        with contextlib.suppress(Exception):  # there is no C++ compiler, say
-            compile_once(Path(folder) / "cache")
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
-        while True:
+        for served in itertools.count():
             content, (*connections,), _, _ = socket.recv_fds(requests, 4096, 1)
             if not connections:
                 return
+            if served == COLD:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the C++ compiler is waited for
+                with contextlib.suppress(Exception):  # there is none, say
+                    compile_once(Path(folder) / "cache")
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             if os.fork() == 0:
                 with contextlib.suppress(BaseException):
                     requests.close()

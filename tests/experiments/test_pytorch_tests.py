@@ -61,10 +61,11 @@ def test_every_test_is_counted_and_those_that_end_otherwise_with_the_fix_are_nam
     [
         ("from torch import no_such_name\n", "cannot import name 'no_such_name'"),
         ("import unittest\nraise unittest.SkipTest('no GPU here')\n", "no GPU here"),
+        ("def helper(): pass\n", "it defines no test on this device"),
     ],
 )
 def test_a_file_that_does_not_load_counts_no_test_and_says_why(tmp_path, text, reason):
-    found = compared(tmp_path, text)
+    found = compared(tmp_path, text, fixes=())
     assert (found.without, found.with_fix) == ({}, {})
     assert reason in found.unloaded
 
@@ -72,7 +73,7 @@ def test_a_file_that_does_not_load_counts_no_test_and_says_why(tmp_path, text, r
 @pytest.mark.compiles
 def test_a_run_out_of_time_says_in_which_test_and_what_was_left(tmp_path):
     slow = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\ndef test_c(): pass\n"
-    found = compared(tmp_path, slow, fixes=(), timeout=30.0)
+    found = compared(tmp_path, slow, fixes=(), timeout=10.0)
     assert found.without == {"passed": 1, "timed out": 1, "not run": 1}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,7 +240,7 @@ def test_a_notebook_that_fails_is_not_stored(write_notebook) -> None:
 
 
 @pytest.mark.compiles
-def test_two_at_a_time_each_has_its_own_parameters_and_a_failure_stops_what_has_not_begun(
+def test_two_at_a_time_each_has_its_own_parameters_and_all_go_on_after_a_failure(
     write_notebook, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -246,14 +248,29 @@ def test_two_at_a_time_each_has_its_own_parameters_and_a_failure_stops_what_has_
         write_notebook("01_a", "import time; time.sleep(1); print(seed)", parameters="seed = 1"),
         write_notebook("02_b", "raise ValueError('broken')", parameters="seed = 2"),
         write_notebook("03_c", "print(seed)", parameters="seed = 3"),
-        write_notebook("04_d", "print(seed)", parameters="seed = 4"),
     ]
-    jobs = plan(paths, [])
-    done = nb.run(jobs, Path("all"), keep_going=True, workers=2)
+    done = nb.run(plan(paths, []), Path("all"), keep_going=True, workers=2)
     assert [ran.notebook for ran in done] == paths
-    assert [bool(ran.failure) for ran in done] == [False, True, False, False]
+    assert [bool(ran.failure) for ran in done] == [False, True, False]
     printed = nbformat.read(tmp_path / "all" / "01_a.ipynb", as_version=4).cells[-1].outputs
     assert printed[0].text == "1\n"
-    stopped = nb.run(jobs, Path("some"), workers=2)
-    assert paths[1] in [ran.notebook for ran in stopped if ran.failure]
-    assert len(stopped) < len(paths)
+
+
+def test_two_at_a_time_a_failure_stops_what_has_not_begun(
+    write_notebook, tmp_path, monkeypatch
+) -> None:
+    names = ("01_a", "02_b", "03_c", "04_d")
+    jobs = plan([write_notebook(name, "print(seed)", parameters="seed = 1") for name in names], [])
+    failed = threading.Event()
+
+    def executed(processes, execute, job, written, title) -> nb.Ran:
+        if job is jobs[1]:
+            failed.set()
+            return nb.Ran(job.notebook, written, 0.0, "ValueError: broken")
+        assert failed.wait(60)
+        time.sleep(0.5)  # until the other thread has taken note
+        return nb.Ran(job.notebook, written, 0.0, None)
+
+    monkeypatch.setattr(nb, "_in_process", executed)
+    ended = nb.run(jobs, tmp_path / "some", workers=2)
+    assert [ran.notebook.stem for ran in ended] == ["01_a", "02_b"]

@@ -203,28 +203,34 @@ def test_a_fork_of_the_server_is_what_a_fresh_interpreter_would_be():
 
         from torch._dynamo.convert_frame import FRAME_COUNTER
         from torch._dynamo.utils import counters
-        from torch._inductor import config, metrics
+        from torch._inductor import codecache, config, metrics
 
         main = sys.modules["__main__"].__spec__.name
         own = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FRESH")
         env = {name: value for name, value in os.environ.items() if name not in own}
-        return main, [
-            env,
-            list(dict.fromkeys(path for path in sys.path if path != os.getcwd())),
-            os.path.basename(os.getcwd()),
-            os.getsid(0) == os.getpid(),
-            signal.getsignal(signal.SIGCHLD),
-            (torch.get_num_threads(), torch.is_grad_enabled()),
-            dict(counters),
-            FRAME_COUNTER,
-            (metrics.generated_kernel_count, metrics.ir_nodes_pre_fusion),
-            config.save_config_portable(),
-        ]
+        return (
+            main,
+            codecache._precompile_header.cache_info().currsize > 0,
+            [
+                env,
+                list(dict.fromkeys(path for path in sys.path if path != os.getcwd())),
+                os.path.basename(os.getcwd()),
+                os.getsid(0) == os.getpid(),
+                signal.getsignal(signal.SIGCHLD),
+                (torch.get_num_threads(), torch.is_grad_enabled()),
+                dict(counters),
+                FRAME_COUNTER,
+                (metrics.generated_kernel_count, metrics.ir_nodes_pre_fusion),
+                config.save_config_portable(),
+            ],
+        )
 
-    (forked, of_forked), (fresh, of_fresh) = (
-        run_isolated(state, env=env).unwrap() for env in ({}, {"FRESH": "1"})
+    *_, (forked, compiled, of_forked) = (
+        run_isolated(state).unwrap() for _ in range(server.COLD + 1)
     )
+    fresh, compiled_fresh, of_fresh = run_isolated(state, env={"FRESH": "1"}).unwrap()
     assert (forked, fresh) == ("omni_kv.sandbox.server", "omni_kv.sandbox.process")
+    assert (compiled, compiled_fresh) == (True, False)
     assert of_forked == of_fresh
 
 
