@@ -35,13 +35,14 @@ from omni_kv.audits.errors import (
 from omni_kv.audits.jobs import CONFIGS, Job, Parcel
 from omni_kv.audits.report import Comparison, Result, Run
 from omni_kv.audits.state import Seen, named_tensors, seen_of, state_of
-from omni_kv.audits.threads import CALLS, Machine, repeated, shared_out
+from omni_kv.audits.threads import CALLS, Machine, own_threads, repeated, shared_out
 from omni_kv.lens.fresh import recompilable
 from omni_kv.sandbox.memory import map_region
 from omni_kv.sandbox.process import graph_caches_off, run_forked, share_precompiled_headers
 from omni_kv.sandbox.relocate import MEMORIES, ORDINARY, Memory
 
 T = TypeVar("T")
+Compiled = Callable[..., Any]
 
 
 def run_jobs(parcels: list[Parcel]) -> list[list[Comparison]]:
@@ -170,7 +171,7 @@ class _Call:
     def compare(
         self,
         compiled: Callable[..., Any],
-        again: Callable[[], tuple[Backend, Callable[..., Any]]],
+        again: Callable[[], tuple[Backend, Compiled]],
         machine: Machine | None,
     ) -> Comparison:
         """Run eagerly and compiled, each in a fork, and say where the two disagree."""
@@ -192,9 +193,10 @@ class _Call:
             run, told = self._judged(memory, compiled, expected)
             runs.append(run)
             notes += told
-        note = "; ".join(dict.fromkeys(filter(None, notes)))
         if machine is not None and not self.on_gpu:
             runs.append(self._threaded(machine, again, expected))
+            notes += [run.how for run in runs[-1:] if run.result == "not run"]
+        note = "; ".join(dict.fromkeys(filter(None, notes)))
         comparison = _comparison(runs)
         if comparison.result == "differs" and self._draws(expected):
             how = "it draws random numbers: what differs cannot be told from the draw"
@@ -203,32 +205,36 @@ class _Call:
         return comparison.model_copy(update={"changed": changed, "note": note})
 
     def _threaded(
-        self,
-        machine: Machine,
-        again: Callable[[], tuple[Backend, Callable[..., Any]]],
-        expected: Seen,
+        self, machine: Machine, again: Callable[[], tuple[Backend, Compiled]], expected: Seen
     ) -> Run:
         """Compile again for the caller's machine, and call on equal inputs, a fork each."""
         backend, compiled = again()
+        threads = own_threads()
         try:
             with machine.compiling() as codes, contextlib.suppress(Hold):
                 compiled(*self.args, **self.kwargs)
         except Exception as error:
             how = f"it does not compile for {machine}: {cause_line(error)}"
             return Run(memory=ORDINARY, result="not run", how=how)
+        if own_threads() > threads:
+            how = "compiling for several threads started some, which a fork does not have"
+            return Run(memory=ORDINARY, result="not run", how=how)
         backend.memory = ORDINARY
 
-        judged = partial(self._judged, ORDINARY, compiled, expected, machine.threads)
-        return repeated(machine, lambda: judged()[0], CALLS if shared_out(codes) else 1)
+        def once() -> Run:
+            return self._judged(ORDINARY, compiled, expected, machine)[0]
+
+        return repeated(machine, once, CALLS if shared_out(codes) else 1)
 
     def _judged(
-        self, memory: Memory, compiled: Callable[..., Any], expected: Seen, threads: int = 1
+        self, memory: Memory, compiled: Compiled, expected: Seen, on: Machine | None = None
     ) -> tuple[Run, list[str]]:
         """One compiled call, judged where it is made: its values need not travel."""
 
         def work() -> tuple[Run, list[str]]:
-            torch.set_num_threads(threads)
-            got = self._call(compiled)
+            # A graph behind a graph break is compiled only now.
+            with on.compiling() if on else contextlib.nullcontext():
+                got = self._call(compiled)
             return _judge(memory, "", self.before, expected, got), expected.restrided(got)
 
         how, judged = self._apart(work)
@@ -360,9 +366,7 @@ def _comparison(runs: list[Run]) -> Comparison:
     return Comparison(label="", result=worst, how=how, runs=runs)
 
 
-def _fork(
-    work: Callable[[], T],
-) -> tuple[str, T | None]:
+def _fork(work: Callable[[], T]) -> tuple[str, T | None]:
     """Do the work in a fork; say how the fork ended, and what it saw if it lived."""
     outcome = run_forked(work)
     how = "" if outcome.status == "returned" else first_line(outcome.error or "")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from omni_kv.audits.child import run_in_fork, run_jobs
 from omni_kv.audits.errors import OUT_OF_MEMORY, cause_line, first_line, out_of_memory, surroundings
 from omni_kv.audits.jobs import OWN_MODULE, Job, Parcel, parcel_of
 from omni_kv.audits.report import Comparison, Result
+from omni_kv.audits.threads import own_threads
 from omni_kv.sandbox.process import Fork, Outcome, run_all, run_isolated
 from omni_kv.sandbox.relocate import DEVICES
 
@@ -105,12 +104,8 @@ def _filed(
 
 
 def single_threaded() -> bool:
-    """Whether this process has one thread, so that a fork of it is whole.
-
-    The monitor of progress bars, which only sleeps, does not count.
-    """
-    monitors = sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
-    return len(os.listdir("/proc/self/task")) == 1 + monitors
+    """Whether this process has one thread, so that a fork of it is whole."""
+    return own_threads() == 1
 
 
 def _why_no_outcome(outcome: Outcome[Any]) -> tuple[Result, str]:

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,17 +44,22 @@ class Machine:
     def compiling(self) -> Iterator[list[str]]:
         """Have Inductor generate code for this machine; no instruction set is probed.
 
+        Torch has its number of threads, too: Dynamo compiles anew for another one.
+
         Yields:
             The code that is generated meanwhile.
         """
         # Inductor keeps the list of instruction sets that the first compilation made.
         forget = getattr(pytorch.VECTOR_SETS.get(), "cache_clear", lambda: None)
         forget()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         try:
             changes = {"cpp.threads": self.threads, "cpp.vec_isa_ok": self.vector}
             with inductor_config.patch(changes), _code_kept() as codes:
                 yield codes
         finally:
+            torch.set_num_threads(before)
             forget()
 
 
@@ -82,7 +88,7 @@ def _code_kept() -> Iterator[list[str]]:
 
 def shared_out(codes: list[str]) -> bool:
     """Whether generated code shares a loop out among threads; True if it could not be read."""
-    return not codes or any("#pragma omp" in code for code in codes)
+    return not codes or any("#pragma omp for" in code for code in codes)
 
 
 def callers_machine(threads: int | None = None) -> Machine:
@@ -98,6 +104,12 @@ def callers_machine(threads: int | None = None) -> Machine:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def own_threads() -> int:
+    """Threads of this process; the monitor of progress bars, which only sleeps, does not count."""
+    monitors = sum(type(thread).__name__ == "TMonitor" for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/task")) - monitors
 
 
 def repeated(machine: Machine, call: Callable[[], Run], most: int = CALLS) -> Run:

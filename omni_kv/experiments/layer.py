@@ -19,6 +19,7 @@ from omni_kv.model.geometry import Geometry
 from omni_kv.model.pools import Layout, Pools, make_pools
 from omni_kv.model.rollout import random_text, window_of_chunk
 from omni_kv.model.transformer import make_model, rope_3d
+from omni_kv.sandbox.compiler import compile_once
 from omni_kv.sandbox.memory import Region, map_region
 from omni_kv.sandbox.process import (
     Outcome,
@@ -149,9 +150,8 @@ def isolated_layers(
 
 def _fork_for_each(cases: Sequence[LayerCase], keep_graphs: bool) -> list[Outcome[LayerRun]]:
     """Run each case in a fork; with ``keep_graphs`` one finds what those before it compiled."""
-    import torch._inductor.compile_fx
-
     torch.set_num_threads(1)
+    compile_once()
     with nullcontext() if keep_graphs else graph_caches_off():
         return [run_forked(partial(run_layer, case)) for case in cases]
 

@@ -28,6 +28,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from omni_kv.sandbox.compiler import compile_once
+
 #: What the server imports; a name that a torch release does not have is passed over.
 _IMPORTED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "cloudpickle")
 #: What may differ between server and child: read when it is needed, not when torch is imported,
@@ -173,29 +175,6 @@ def share_precompiled_headers(tmp: Path) -> None:
         return
 
 
-def compile_once(cache: Path) -> None:
-    """Do what Inductor does once a process, so that no child need do it again; leave no graph.
-
-    It reads all of its source for the key of its cache, traces its patterns, and asks the C++
-    compiler what it can: together they take longer than compiling a small function does.
-    """
-    import torch
-    import torch._inductor.config as inductor_config
-    from torch._dynamo.utils import counters
-    from torch._inductor import metrics
-    from tqdm import tqdm
-
-    if inductor_config.compile_threads != 1:  # it would start workers, which a fork has not
-        return
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    tqdm.monitor_interval = 0  # Inductor counts with it, and it would start a thread
-    with torch.no_grad():
-        torch.compile(lambda x: (x + 17).cos())(torch.zeros(3))
-    torch.compiler.reset()
-    counters.clear()
-    metrics.reset()
-
-
 def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
     """The server's side: import torch, then fork for every request until the parent is gone."""
     with tempfile.TemporaryDirectory(prefix="omni-kv-server-") as folder:
@@ -211,8 +190,7 @@ def serve(requests: socket.socket, call: Callable[[Path, int], None]) -> None:
                 return
             if served == COLD:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the C++ compiler is waited for
-                with contextlib.suppress(Exception):  # there is none, say
-                    compile_once(Path(folder) / "cache")
+                compile_once()
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             if os.fork() == 0:
                 with contextlib.suppress(BaseException):

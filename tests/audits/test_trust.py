@@ -18,9 +18,10 @@ from click.testing import CliRunner
 from omni_kv.audits import audit as engine
 from omni_kv.audits.audit import Call, audit, audit_all
 from omni_kv.audits.differences import wrong_elements
+from omni_kv.audits.jobs import Job
 from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport
-from omni_kv.audits.threads import ONE_CORE, cores
+from omni_kv.audits.threads import ONE_CORE, Machine, cores
 from omni_kv.cli import main
 from omni_kv.lens import capture as lens
 from omni_kv.sandbox.process import run_isolated
@@ -91,26 +92,59 @@ def test_what_differs_is_found_and_its_twin_is_not_blamed(reports, kind) -> None
 several_cores = pytest.mark.skipif(cores() < 2, reason="a race needs two cores")
 
 
+@pytest.fixture(scope="module")
+def race_shows() -> bool:
+    """Whether plain ``torch.compile`` is wrong in any of some calls with two threads."""
+    env = {"OMP_NUM_THREADS": "2"}
+    return run_isolated(calls_that_differ, *cases.make_slides_left(), env=env).unwrap() > 0
+
+
 @several_cores
-def test_a_race_of_two_threads_is_found_and_its_twin_is_not_blamed(reports) -> None:
+def test_a_race_of_two_threads_is_found_and_its_twin_is_not_blamed(reports, race_shows) -> None:
     *laid, threaded = reports["race"].comparison("static").runs
     assert {run.result for run in laid} == {"same"}
-    fn, args = cases.make_slides_left()
-    wrong = races(fn, args)
-    assert (threaded.result == "differs") == wrong
-    if wrong:
+    assert (threaded.result == "differs") == race_shows
+    if race_shows:
         assert "calls with 2 threads" in threaded.how
         assert any("calls with 2 threads" in finding for finding in reports["race"].findings)
     twin = reports["race, right"].comparison("static").runs
     assert len(twin) == 4 and {run.result for run in twin} == {"same"}
 
 
-def races(fn, args) -> bool:
-    """Whether plain ``torch.compile`` is wrong in any of some calls with two threads."""
-    return run_isolated(calls_that_differ, fn, args, env=plain_env).unwrap() > 0
+@several_cores
+def test_the_command_line_finds_the_race_in_forks_of_its_own(race_shows) -> None:
+    command = [sys.executable, "-m", "omni_kv.cli", "audit", "trust_cases:make_slides_left"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    found = (done.returncode, "calls with 2 threads" in done.stdout)
+    assert found == (int(race_shows), race_shows), done.stdout + done.stderr
 
 
-plain_env = {"OMP_NUM_THREADS": "2"}
+@several_cores
+def test_the_calls_with_threads_compile_nothing_anew(tmp_path) -> None:
+    """Dynamo compiles again where the number of threads is another: then it is other code."""
+
+    def compiled(job: Job, told: Path) -> tuple[list[str], list[str]]:
+        import torch._inductor.compile_fx as inductor
+
+        from omni_kv.audits.child import run_in_fork
+
+        before = inductor.compile_fx
+
+        def counted(*args, **kwargs):
+            told.write_text(told.read_text() + f"{torch.get_num_threads()}\n")
+            return before(*args, **kwargs)
+
+        inductor.compile_fx = counted
+        told.touch()
+        ((comparison,),) = run_in_fork([job], told.parent / "folder")
+        return [run.memory for run in comparison.runs], told.read_text().split()
+
+    fn, args = cases.make_slides_left()
+    with torch.no_grad():
+        job = Job(fn, [args], ["static"], dynamic=False, machine=Machine(2, True))
+    memories, threads = run_isolated(compiled, job, tmp_path / "told").unwrap()
+    assert memories[-1].endswith("2 threads and vector code")
+    assert threads == ["1", "2"]
 
 
 def calls_that_differ(fn, args, calls: int = 20) -> int:

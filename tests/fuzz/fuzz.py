@@ -53,10 +53,11 @@ def plain(module: str, dynamic: bool | None) -> str:
 
 def plain_all(folder: str, modules: list[str]) -> list[dict[str, str]]:
     """``plain`` for all programs and both kinds of shapes; for a child process of its own."""
-    import torch._inductor.compile_fx
+    from omni_kv.sandbox.compiler import compile_once
 
     sys.path[:0] = [folder, str(HERE)]
     torch.set_num_threads(1)
+    compile_once()
     return [
         dict(zip(LABELS, (plain(m, dynamic) for dynamic in (None, True)), strict=True))
         for m in modules
