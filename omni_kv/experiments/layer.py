@@ -179,7 +179,7 @@ def stale_cache(
 ) -> dict[str, Outcome[LayerRun]]:
     """Run separate pools with the compile cache that shared halves left behind.
 
-    Every run is a process of its own that has compiled nothing.
+    Every run is a process of its own that has compiled nothing of this.
 
     Args:
         geometry: the sizes.

@@ -2,7 +2,7 @@
 
 A miscompiled kernel may crash, hang, poison a CUDA context or scribble over memory, and a compile
 cache left by one layout changes what the next one does. So every compile experiment runs here: a
-process that has compiled nothing, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit.
+process that has compiled nothing of this, a fresh ``TORCHINDUCTOR_CACHE_DIR``, a time limit.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run_isolated(
     fresh: bool = False,
     **kwargs: Any,
 ) -> Outcome[T]:
-    """Call ``fn(*args, **kwargs)`` in a process that has compiled nothing; say what happened.
+    """Call ``fn(*args, **kwargs)`` in a process that has compiled nothing of it; say what happened.
 
     Function, arguments and result travel by cloudpickle, so closures and functions of a notebook
     work; tensors that share a storage still share it on the other side.

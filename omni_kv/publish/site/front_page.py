@@ -161,12 +161,16 @@ def _where(claim: Any, runs: Sequence[Run]) -> str:
     return f"({'; '.join(parts)})" if parts else ""
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def _live(run: Run) -> tuple[str, str]:
     """What ran for this report, and how its outcomes compare with the records."""
     told = f"live, for this report: {run.device}, torch {verdicts.torch_release()}"
     told += f", {run.date}" if run.date else ""
-    told += f"; {len(run.as_recorded)} outcomes as recorded" if run.as_recorded else ""
-    told += f"; {len(run.read)} outcomes read from a record" if run.read else ""
+    told += f"; {_count(len(run.as_recorded), 'outcome')} as recorded" if run.as_recorded else ""
+    told += f"; {_count(len(run.read), 'outcome')} read from a record" if run.read else ""
     told += f", {len(run.no_record)} without a record" if run.no_record else ""
     told += f", **{len(run.changed)} not as recorded**" if run.changed else ""
     told += ", **a cell failed**" if run.failed else ""
@@ -181,13 +185,13 @@ def _recorded() -> list[tuple[str, str]]:
             (v.recorded.device, v.recorded.date) for v in verdicts.load(release).verdicts
         )
         for (device, date), count in sorted(made.items()):
-            told = f"recorded: {device}, torch {release}, {date}; {count} outcomes"
+            told = f"recorded: {device}, torch {release}, {date}; {_count(count, 'outcome')}"
             rows.append((f"torch-{release}.json<br>in data/verdicts", told))
     for path in sorted((records.data_dir() / "evidence").glob("*/*.json")):
         record = records.read(path)
         label = re.sub("^recorded on", "recorded:", record.provenance.label)
         name = f"{path.name}<br>in data/evidence/{path.parent.name}"
-        rows.append((name, f"{label}; {len(record.cells)} measurements"))
+        rows.append((name, f"{label}; {_count(len(record.cells), 'measurement')}"))
     for path in sorted(atlas_dir().glob("torch-*.json")):
         atlas = read_atlas(path)
         label = re.sub("^recorded on", "recorded:", atlas.recorded.label)
