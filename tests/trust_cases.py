@@ -216,6 +216,26 @@ def strides(x):
     return y.t().contiguous().t() if torch.compiler.is_compiling() else y
 
 
+SET = "torch.float64, deterministic True, high, autocast True"
+
+
+@torch.compiler.assume_constant_result
+def settings_of_torch() -> str:
+    """What a caller may have set for all that follows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    precision, autocast = torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")
+    dtype = torch.get_default_dtype()
+    return f"{dtype}, deterministic {deterministic}, {precision}, autocast {autocast}"
+
+
+def only_as_set(pool):
+    """Works in no process but one whose settings are those of ``SET``."""
+    seen = settings_of_torch()
+    if seen != SET:
+        raise RuntimeError(seen)
+    return pool.add_(1)
+
+
 def slides_left(buffer, x):
     """Overlapping copy: right in the order of the rows, a race where threads share the rows."""
     buffer[:-1] = buffer[1:].clone()

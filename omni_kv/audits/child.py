@@ -97,14 +97,12 @@ def _guarded(labels: tuple[str, ...], get: Callable[[], Job]) -> list[Comparison
 
 @contextlib.contextmanager
 def _as_the_caller(job: Job) -> Iterator[None]:
-    """The caller's modes and configuration of the compiler; no graphs out of caches."""
+    """The caller's settings of torch and of the compiler; no graphs out of caches."""
     with contextlib.ExitStack() as stack:
         for module, changes in job.config.items():
             stack.enter_context(CONFIGS[module].patch(changes))  # type: ignore[attr-defined]
         stack.enter_context(graph_caches_off())
-        stack.enter_context(torch.set_grad_enabled(job.grad))
-        if job.inference:
-            stack.enter_context(torch.inference_mode())
+        stack.enter_context(job.around.entered())
         yield
 
 

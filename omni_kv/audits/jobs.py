@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import Comparison, Result
+from omni_kv.audits.settings import TorchSettings
 from omni_kv.audits.threads import Machine
 from omni_kv.lens.fresh import Settings, original
 from omni_kv.sandbox.relocate import ROOM, View, map_leaves, pack
@@ -36,8 +37,7 @@ class Job:
         second_kwargs: keyword arguments of the last call, if they are others.
         modes: how the caller compiles, where that is said.
         settings: what ``torch.compile`` is told.
-        grad: whether autograd records; the caller's mode if not given.
-        inference: whether the caller is in inference mode.
+        around: what the caller set in torch, autograd and inference mode among it.
         config: what the caller changed in the compiler's configuration, by module and name.
         machine: threads and vector code of a further run, in ordinary memory, of the first call
             that has a label; None if it is not made.
@@ -53,8 +53,7 @@ class Job:
     second_kwargs: dict[str, Any] | None = None
     modes: Modes = field(default_factory=Modes)
     settings: Settings = field(default_factory=Settings)
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    around: TorchSettings = field(default_factory=TorchSettings.here)
     config: dict[str, dict[str, Any]] = field(default_factory=lambda: changed_config())
     machine: Machine | None = None
     make: Callable[[], Any] | None = None

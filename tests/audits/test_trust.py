@@ -16,6 +16,7 @@ import trust_cases as cases
 from click.testing import CliRunner
 
 from omni_kv.audits import audit as engine
+from omni_kv.audits import compare
 from omni_kv.audits.audit import Call, audit, audit_all
 from omni_kv.audits.differences import wrong_elements
 from omni_kv.audits.jobs import Job
@@ -145,6 +146,28 @@ def test_the_calls_with_threads_compile_nothing_anew(tmp_path) -> None:
     memories, threads = run_isolated(compiled, job, tmp_path / "told").unwrap()
     assert memories[-1].endswith("2 threads and vector code")
     assert threads == ["1", "2"]
+
+
+@pytest.fixture
+def settings_of_the_caller():
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("in_forks", [True, False])
+def test_what_the_caller_set_in_torch_holds_where_it_runs(
+    in_forks, settings_of_the_caller, monkeypatch
+) -> None:
+    monkeypatch.setattr(compare, "single_threaded", lambda: in_forks)
+    report = audit(cases.only_as_set, (torch.ones(64),), dynamic=False)
+    assert report.verdict == "clean", str(report)
+    assert report.comparison("static").result == "same"
 
 
 def calls_that_differ(fn, args, calls: int = 20) -> int:
