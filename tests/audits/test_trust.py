@@ -22,6 +22,7 @@ from omni_kv.audits.differences import wrong_elements
 from omni_kv.audits.jobs import Job
 from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport
+from omni_kv.audits.settings import TorchSettings
 from omni_kv.audits.threads import ONE_CORE, Machine, cores
 from omni_kv.cli import main
 from omni_kv.lens import capture as lens
@@ -146,6 +147,16 @@ def test_the_calls_with_threads_compile_nothing_anew(tmp_path) -> None:
     memories, threads = run_isolated(compiled, job, tmp_path / "told").unwrap()
     assert memories[-1].endswith("2 threads and vector code")
     assert threads == ["1", "2"]
+
+
+def test_settings_of_torch_are_those_of_the_caller_while_they_are_entered() -> None:
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        theirs = TorchSettings.here()
+    ours = TorchSettings.here()
+    with theirs.entered():
+        assert TorchSettings.here() == theirs != ours
+        assert torch.zeros(1).device.type == "meta"
+    assert TorchSettings.here() == ours
 
 
 @pytest.fixture
