@@ -95,10 +95,11 @@ def callers_machine(threads: int | None = None) -> Machine:
     """The machine as this process uses it.
 
     Args:
-        threads: instead of torch's own number.
+        threads: instead of the number that Inductor would take: its own setting's, or torch's.
     """
     vector = inductor_config.cpp.vec_isa_ok is not False
-    return Machine(threads or torch.get_num_threads(), vector)
+    own: int = inductor_config.cpp.threads
+    return Machine(threads or (own if own > 0 else torch.get_num_threads()), vector)
 
 
 def cores() -> int:

@@ -23,7 +23,7 @@ from omni_kv.audits.jobs import Job
 from omni_kv.audits.modes import Modes
 from omni_kv.audits.report import AuditReport
 from omni_kv.audits.settings import TorchSettings
-from omni_kv.audits.threads import ONE_CORE, Machine, cores
+from omni_kv.audits.threads import ONE_CORE, Machine, callers_machine, cores
 from omni_kv.cli import main
 from omni_kv.lens import capture as lens
 from omni_kv.sandbox.process import run_isolated
@@ -147,6 +147,12 @@ def test_the_calls_with_threads_compile_nothing_anew(tmp_path) -> None:
     memories, threads = run_isolated(compiled, job, tmp_path / "told").unwrap()
     assert memories[-1].endswith("2 threads and vector code")
     assert threads == ["1", "2"]
+
+
+def test_the_callers_number_of_threads_is_the_one_that_inductor_would_take() -> None:
+    assert callers_machine().threads == torch.get_num_threads()
+    with torch._inductor.config.patch({"cpp.threads": 3}):
+        assert (callers_machine().threads, callers_machine(5).threads) == (3, 5)
 
 
 def test_settings_of_torch_are_those_of_the_caller_while_they_are_entered() -> None:
