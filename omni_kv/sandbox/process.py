@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from omni_kv.sandbox.server import server_for, share_precompiled_headers
+from omni_kv.sandbox.server import command, server_for, share_precompiled_headers
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -160,7 +160,7 @@ def _run(folder: Path, usual: Env, env: Env, timeout: float, fresh: bool) -> int
             return server.run(folder, env, timeout)
     with (folder / "output").open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "omni_kv.sandbox.process", str(folder), str(os.getpid())],
+            command(folder, os.getpid()),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

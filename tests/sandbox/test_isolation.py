@@ -276,7 +276,7 @@ def test_the_server_ends_with_its_parent_and_leaves_no_folder(tmp_path):
         "from omni_kv.sandbox.process import run_isolated\n"
         "import os, torch\n"
         "run_isolated(torch.ones, 1)\n"
-        "print(server._server.process.pid, flush=True)\n"
+        "print(server._servers[False].process.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     elsewhere = tmp_path.parent / f"{tmp_path.name}-tmp"
@@ -287,23 +287,70 @@ def test_the_server_ends_with_its_parent_and_leaves_no_folder(tmp_path):
     assert not list(elsewhere.glob("omni-kv-server-*"))
 
 
-@pytest.mark.parametrize(
-    ("device", "visible", "forked"),
-    [
-        ("nvidia0", None, False),
-        ("nvidia0", "0", False),
-        ("nvidia0", "", True),
-        ("nvidiactl", None, True),
-        ("kfd", "", False),
-    ],
-)
-def test_a_child_that_may_see_a_gpu_is_no_fork(
-    tmp_path_factory, monkeypatch, device, visible, forked
+@pytest.mark.parametrize("device", ["nvidia0", "nvidiactl", "kfd"])
+def test_what_may_see_a_gpu_has_a_server_of_its_own_and_with_an_amd_gpu_none(
+    tmp_path_factory, monkeypatch, device
 ):
     devices = tmp_path_factory.mktemp("dev")
     (devices / device).touch()
     monkeypatch.setattr(server, "_DEVICES", devices)
-    monkeypatch.setattr(server, "ForkServer", lambda env: "a server")
-    monkeypatch.setattr(server, "_server", None)
-    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert (server.server_for(env, {}) == "a server") == forked
+    monkeypatch.setattr(server, "_servers", {})
+    started = []
+
+    class Started:
+        def __init__(self, env):
+            started.append(env)
+
+        def fits(self, env):
+            return True
+
+    monkeypatch.setattr(server, "ForkServer", Started)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    for env in ({}, hidden, {"CUDA_VISIBLE_DEVICES": "0"}, hidden):
+        server.server_for(env, {})
+    assert started == {"nvidia0": [{}, hidden], "nvidiactl": [{}], "kfd": []}[device]
+
+
+@pytest.mark.parametrize("untouched", [True, False])
+def test_where_a_fork_could_not_use_the_gpu_it_becomes_a_fresh_interpreter(
+    tmp_path_factory, untouched
+):
+    devices = tmp_path_factory.mktemp("dev")
+    (devices / "nvidia0").touch()
+    program = f"""
+import os, pathlib, socket, sys, torch
+from omni_kv.sandbox import process, server
+server._DEVICES = pathlib.Path({str(devices)!r})
+server._IMPORTED, server._cuda_untouched = ("torch",), lambda: {untouched}
+def main_and_answer():
+    return sys.modules["__main__"].__spec__, torch.tensor([42]).item()
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+env = process._environment(pathlib.Path("/tmp"), pathlib.Path("/tmp"))
+parent = os.getpid()
+if os.fork() == 0:
+    os.environ.clear(); os.environ.update(env)
+    server.serve(theirs, ours, parent)
+    os._exit(0)
+server._servers[True] = server.ForkServer(env, ours)
+spec, answer = process.run_isolated(main_and_answer).unwrap()
+print(spec.name if spec else "a fork of this program", answer)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    name = "a fork of this program" if untouched else "omni_kv.sandbox.process"
+    assert done.stdout.splitlines() == [f"{name} 42"], done.stderr
+
+
+def test_a_child_has_forks_of_the_same_server_for_children():
+    def main_and_supervisors_parent():
+        pid = os.getppid()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        assert torch  # which is reason enough for a fork
+        return sys.modules["__main__"].__spec__.name, int(stat.rpartition(")")[2].split()[1])
+
+    def asks():
+        return main_and_supervisors_parent(), run_isolated(main_and_supervisors_parent).unwrap()
+
+    run_isolated(torch.ones, 1)
+    child, grandchild = run_isolated(asks).unwrap()
+    assert child == grandchild == ("omni_kv.sandbox.server", server._servers[False].process.pid)
